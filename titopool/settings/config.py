@@ -294,8 +294,8 @@ class ServerConfig:
     )
     weight_staging: str = setting(
         "auto",
-        "Where new weights wait: beside the model, in the kv cache, in the host's memory (slow). auto: "
-        "beside, else kv; in_place: as auto, else in the model.",
+        "Where new weights wait: beside the model, in the kv cache, in the host's memory. auto: the "
+        "first with room; in_place: beside, else kv, else in the model.",
     )
     weight_proof: str = setting(
         "first",

@@ -74,8 +74,8 @@ logger = logging.getLogger(__name__)
 WATCH_S = 0.25
 # What some values of the setting `weight_staging` cost.
 STAGING_COSTS = {
-    "host": "an update takes a hundred times as long as on the GPU (8B, H200: 11 s and 0.09 s), and "
-    "generation is paused for a part of it; prefer auto",
+    "host": "generation is paused while new weights are copied over PCIe, also where the GPU has room "
+    "for them; prefer auto",
     "in_place": "an update that fits neither beside the model nor into the KV cache is written into "
     "the model as it comes; if it fails, the worker restarts without its weights",
 }

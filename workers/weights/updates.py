@@ -59,9 +59,9 @@ from workers.weights.steps import Result, Steps
 logger = logging.getLogger(__name__)
 
 IN_KV_CACHE, IN_PLACE = "kv", "in_place"
-# The stagings (`workers/in_model/receiving/staging.py`) for which generation stands. That of a worker
-# is the first one that a process of it has.
+# The stagings (`workers/in_model/receiving/staging.py`) for which generation stands while tensors come.
 STANDING = (IN_PLACE, IN_KV_CACHE)
+BY_COST = (*STANDING, "host", "beside")
 # Phases in which the worker waits for others and no step runs that would notice a deadline.
 WAITING = (Phase.RECEIVING, Phase.PREPARED)
 # Phases in which the worker waits for the trainer or for other ranks.
@@ -821,6 +821,6 @@ def stop_step(update_id: str) -> tuple[str, str]:
 
 
 def staging_of(answers: list[dict[str, Any]]) -> str:
-    """The staging of a worker from those of its processes."""
+    """The staging of a worker from those of its processes: the one that takes longest."""
     names = {one["staging"] for one in answers}
-    return next((one for one in STANDING if one in names), min(names))
+    return next(one for one in BY_COST if one in names)

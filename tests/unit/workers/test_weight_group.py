@@ -25,7 +25,7 @@ from workers.in_model.receiving import group as workers_group
 from workers.in_model.receiving.arrivals import LEAVE_TIMEOUT_S, Arrivals
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
-from workers.in_model.receiving.staging import Beside, InHost, InKvCache, KvCacheMemory
+from workers.in_model.receiving.staging import Beside, InKvCache, KvCacheMemory
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -219,8 +219,7 @@ def test_a_rank_that_joins_names_those_that_are_missing(receivers):
     trainer.abort()
 
 
-@pytest.mark.parametrize("staging", [Beside, InHost])
-def test_a_rank_names_the_first_tensor_of_the_first_chunk_that_has_not_come(receivers, staging):
+def test_a_rank_names_the_first_tensor_of_the_first_chunk_that_has_not_come(receivers):
     trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
     (receiver,) = receivers(trainer.port, 1)
     trainer.form(should_stop=lambda: False)
@@ -235,7 +234,7 @@ def test_a_rank_names_the_first_tensor_of_the_first_chunk_that_has_not_come(rece
         wait_until(lambda: awaited(receiver) is None, SOON_S)
         receiver.drop()
         # Chunks of a, of none and b, and of c.
-        receiver.announce(plan_chunks(infos_of(sent), 4), staging(CPU))
+        receiver.announce(plan_chunks(infos_of(sent), 4), Beside(CPU))
         for tensor, num_tensors, num_bytes in (("a", 0, 0), ("none", 1, 12), ("c", 3, 20)):
             expected = {
                 "rank": 1, "tensor": tensor, "num_received": num_tensors, "num_announced": 4,

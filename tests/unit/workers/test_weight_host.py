@@ -179,15 +179,19 @@ def test_what_came_moves_out_of_the_kv_cache_where_there_is_room(monkeypatch: py
     arrivals = with_kv_cache(receiver, monkeypatch)
     arrivals.plan(plan_chunks(INFOS, 0), "kv", 0, "")
     arrivals.receive()
+    (staging,) = receiver.announced
+    staging.names = ["first"]
     came = tensors(5.0)
     receiver.come(came)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=16))
     assert not arrivals.set_aside()
     assert receiver.staged is came
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=17))
     assert arrivals.set_aside()
     assert receiver.staged["first"] is not came["first"]
     assert torch.equal(receiver.staged["first"], came["first"])
+    # A tensor that waits elsewhere stays there.
+    assert receiver.staged["second"] is came["second"]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_a_tied_head_does_not_go_in_place():
     with_tied_head(host._proof)
     asked = []
 
-    def choose(chunks: Any, extra: int, not_in_place: str) -> Any:
+    def choose(chunks: Any, extra: int, not_in_place: str, num_sharing: int) -> Any:
         asked.append(not_in_place)
         return SimpleNamespace(name="in_place")
 

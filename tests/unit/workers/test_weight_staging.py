@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,21 @@ import torch
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import Chunk, plan_chunks
 from workers.in_model.checkpoint_files import Refused
-from workers.in_model.receiving.staging import InKvCache, InPlace, KvCacheMemory, StagingRoom
+from workers.in_model.receiving import host_memory
+from workers.in_model.receiving.host_memory import (
+    BLOCK_BYTES,
+    SPARE_BYTES,
+    HostMemory,
+    free_host_bytes,
+    num_sharing,
+)
+from workers.in_model.receiving.staging import (
+    InHost,
+    InKvCache,
+    InPlace,
+    KvCacheMemory,
+    StagingRoom,
+)
 
 CPU = torch.device("cpu")
 # Bytes of a layer's KV cache.
@@ -45,7 +60,7 @@ class Sender:
         pass
 
 
-def received(staging: InKvCache, chunks: list[Chunk]) -> list[int]:
+def received(staging: InKvCache | InHost, chunks: list[Chunk]) -> list[int]:
     """The bytes of all tensors, in the order in which they were sent."""
     sender: Any = Sender()
     found = [staging.receive(sender, chunk, 0.0) for chunk in chunks]
@@ -127,7 +142,7 @@ def room(setting: str, kv: Any, free: int, monkeypatch: pytest.MonkeyPatch) -> S
     "setting, free, expected",
     [
         ("auto", 9000, "beside"), ("auto", 7000, "kv"), ("kv", 9000, "kv"), ("beside", 9000, "beside"),
-        ("host", 0, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
+        ("host", 8000, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
     ],
 )  # fmt: skip
 def test_weights_wait_beside_the_model_or_in_the_kv_cache(
@@ -142,7 +157,7 @@ def test_weights_wait_beside_the_model_or_in_the_kv_cache(
     [
         ("auto", 1, 7000, 0), ("beside", 4, 7000, 0), ("kv", 1, 9000, 5000), ("auto", 0, 7000, 0),
         # Loading needs more than is free.
-        ("auto", 4, 7000, 7001),
+        ("auto", 4, 7000, 7001), ("host", 4, 10_399, 0),
     ],
 )  # fmt: skip
 def test_an_update_that_fits_nowhere_is_refused(
@@ -153,8 +168,129 @@ def test_an_update_that_fits_nowhere_is_refused(
     with pytest.raises(Refused, match=rf"weight_staging={setting}.*lower gpu_memory_utilization"):
         room(setting, kv, free, monkeypatch).choose(chunks, extra)
     # What else the setting may be, and what that costs.
-    with pytest.raises(Refused, match=r"in_place \(.*\) or to host"):
-        room("auto", None, 0, monkeypatch).choose(chunks, 0)
+    for setting, advice in (
+        ("auto", "give the host or its container more memory"),
+        ("kv", r"auto, which takes the host's memory too, or to in_place \(an update that fails"),
+    ):
+        with pytest.raises(Refused, match=advice):
+            room(setting, None, 0, monkeypatch).choose(chunks, 0)
+
+
+# ---- the host's memory ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host_free, num_sharing, extra, expected",
+    [
+        (10_400, 1, 4000, "host"), (20_800, 2, 0, "host"),
+        (10_399, 1, 0, "0.0 GiB of the host's memory for each of 1 processes"),
+        (20_799, 2, 0, "0.0 GiB of the host's memory for each of 2 processes"),
+        # The GPU has no room for what loading takes.
+        (10_400, 1, 4001, "give the host or its container more memory"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("setting", ["auto", "host"])
+def test_beside_a_gpu_weights_wait_in_the_host_s_memory_where_no_other_has_room(
+    setting: str,
+    host_free: int,
+    num_sharing: int,
+    extra: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: SPARE_BYTES + host_free)
+    monkeypatch.setattr(StagingRoom, "_num_free", lambda room: 4000)
+    found = StagingRoom(setting, SimpleNamespace(type="cuda"), layers(1))
+    # Three chunks of 10,400 bytes in all; the KV cache has 4,096.
+    chunks = plan_chunks(tensors(1000, 1000, 600), 0)
+    if expected == "host":
+        assert found.choose(chunks, extra, "", num_sharing).name == "host"
+    else:
+        with pytest.raises(Refused, match=expected):
+            found.choose(chunks, extra, "", num_sharing)
+
+
+def test_the_host_s_memory_is_kept_for_the_next_update(monkeypatch: pytest.MonkeyPatch):
+    memory = HostMemory(CPU)
+    chunks = plan_chunks(tensors(200, 100, 300, 50), 512)
+    blocks = []
+    for _ in range(2):
+        staging = InHost(memory, 2600)
+        assert received(staging, chunks) == [one % 251 for one in range(2600)]
+        assert memory.num_bytes == BLOCK_BYTES
+        blocks.append(memory.take(1).untyped_storage().data_ptr())
+        staging.release()
+    assert blocks[0] == blocks[1]
+    # What it holds counts as free for the next one, and what that reserves does not.
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert memory.free_bytes(2) == BLOCK_BYTES + 500
+    memory.reserve(700)
+    assert memory.free_bytes(2) == BLOCK_BYTES - 200
+
+
+def test_an_update_in_larger_chunks_takes_no_second_memory():
+    memory = HostMemory(CPU)
+    half = BLOCK_BYTES // 2 + 1
+    memory.reserve(3 * half)
+    parts = [memory.take(half) for _ in range(3)]
+    assert len({one.data_ptr() for one in parts}) == 3
+    assert memory.num_bytes == 3 * BLOCK_BYTES
+    del parts
+    memory.free()
+    memory.reserve(3 * BLOCK_BYTES)
+    assert memory.take(3 * BLOCK_BYTES).shape == (3 * BLOCK_BYTES,)
+    assert memory.num_bytes == 3 * BLOCK_BYTES
+
+
+def test_memory_that_others_have_taken_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    memory = HostMemory(CPU)
+    memory.reserve(BLOCK_BYTES)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(
+        MemoryError, match=r"expected 0\.1 GiB of the host's memory, got 0\.0 GiB free"
+    ):
+        memory.take(1)
+
+
+def cgroup(folder: Path, limit: str, used: int, cached: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached - 20}\nactive_file 20\n")
+
+
+def test_the_least_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000))
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    # No cgroups at all, or those of version 1.
+    assert free_host_bytes(root, own) == 10_000
+    own.write_text("4:memory:/a\n")
+    assert free_host_bytes(root, own) == 10_000
+    own.write_text("0::/pod/container\n")
+    assert free_host_bytes(root, own) == 10_000
+    cgroup(root / "pod" / "container", "max", 700, 20)
+    assert free_host_bytes(root, own) == 10_000
+    cgroup(root / "pod", "8000", 3000, 1000)
+    assert free_host_bytes(root, own) == 6000
+    cgroup(root / "pod" / "container", "5000", 700, 50)
+    assert free_host_bytes(root, own) == 4350
+    cgroup(root / "pod" / "container", "600", 700, 20)
+    assert free_host_bytes(root, own) == 0
+    # Within a container the path is the mount's.
+    own.write_text("0::/\n")
+    cgroup(root, "2000", 100, 20)
+    assert free_host_bytes(root, own) == 1920
+
+
+def test_no_more_processes_share_the_memory_than_the_host_has_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host_memory, "GPUS", tmp_path / "nvidia")
+    # Without the driver's folder, all of the group may be here.
+    assert num_sharing(8) == 8
+    for name in ("0000:01:00.0", "0000:02:00.0", "module"):
+        (tmp_path / "nvidia" / name).mkdir(parents=True)
+    assert (num_sharing(8), num_sharing(1)) == (2, 1)
 
 
 # ---- in place ------------------------------------------------------------------------

@@ -12,8 +12,16 @@ from msgspec.structs import replace
 from titopool.wire.weight_plan import Chunk
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import GroupArgs
+from workers.in_model.receiving.host_memory import num_sharing
 from workers.in_model.receiving.receiver import Receiver
-from workers.in_model.receiving.staging import InKvCache, InPlace, Staging, StagingRoom, Tensors
+from workers.in_model.receiving.staging import (
+    InHost,
+    InKvCache,
+    InPlace,
+    Staging,
+    StagingRoom,
+    Tensors,
+)
 from workers.in_model.served_model import ServedModel
 
 # How long a receiver may take to leave its group.
@@ -30,6 +38,8 @@ class Arrivals:
     def __init__(self, model: ServedModel):
         self._model = model
         self._receiver: Receiver | None = None
+        # Processes of its group without the trainer.
+        self._num_receiving = 1
         # Receivers of groups that have ended.
         self._closed: Sequence[Receiver] = ()
         self._room: StagingRoom | None = None
@@ -59,6 +69,7 @@ class Arrivals:
                 "nccl_id: expected a worker with a GPU, got one without, which uses gloo; pass the "
                 "host and port of the trainer's store"
             )
+        self._num_receiving = given.world_size - 1
         try:
             self._receiver = Receiver(replace(given, backend=backend), self._model.device)
         except OSError as error:
@@ -100,7 +111,8 @@ class Arrivals:
         receiver = self.receiver
         if self._room is None:
             self._room = StagingRoom(setting, self._model.device, self._model.kv_caches)
-        staging = self._room.choose(chunks, extra_bytes, not_in_place)
+        sharing = num_sharing(self._num_receiving)
+        staging = self._room.choose(chunks, extra_bytes, not_in_place, sharing)
         self._stagings = [*self._stagings, staging]
         if isinstance(staging, InKvCache | InPlace):
             self._planned = (chunks, staging)
@@ -119,25 +131,32 @@ class Arrivals:
     def set_aside(self) -> bool:
         """Moves tensors that have come out of the KV cache, so that generation can go on before the
         rest comes; returns whether there was room."""
-        receiver = self.receiver
         assert self._room is not None
-        if not self._room.fits_beside(sum(tensor.nbytes for tensor in receiver.staged.values())):
+        staged, cached = self.receiver.staged, self._in_kv_cache
+        moved = {name: staged[name] for one in cached for name in one.names}
+        if not self._room.fits_beside(sum(tensor.nbytes for tensor in moved.values())):
             return False
-        receiver.staged = {name: tensor.clone() for name, tensor in receiver.staged.items()}
-        self._release()
+        self.receiver.staged = staged | {name: one.clone() for name, one in moved.items()}
+        for one in cached:
+            one.release()
+        self._stagings = [one for one in self._stagings if one not in cached]
         return True
+
+    @property
+    def _in_kv_cache(self) -> list[InKvCache]:
+        return [one for one in self._stagings if isinstance(one, InKvCache)]
 
     def drop(self) -> None:
         """Drops the tensors of an update that has ended; leaves a group that still sends.
 
         Raises:
-            CannotLeave: NCCL may go on to write into the KV cache.
+            CannotLeave: NCCL may go on to write into memory that is used again.
         """
         receiver = self._receiver
         if receiver is not None and not receiver.is_idle:
-            # Nothing may be written to the KV cache after this.
+            # Nothing may be written there after this.
             receiver.close()
-            if any(isinstance(one, InKvCache) for one in self._stagings):
+            if any(isinstance(one, InKvCache | InHost) for one in self._stagings):
                 _check_has_ended(receiver)
         self._release()
         if receiver is not None:

@@ -1,15 +1,16 @@
 """Where received weights wait until they are applied.
 
-Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`; the other
-two are used only if the setting `weight_staging` says so:
+Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`, then `InHost`,
+or `InPlace` if the setting `weight_staging` says so:
 
 - Beside: memory next to the model. Generation goes on while weights arrive.
 - InKvCache: the KV cache's memory. Generation must stand before the first byte arrives, and until all
   caches are empty. A commit stops generation and empties the caches in any case, so this adds only
   the transfer to the stop.
+- InHost: the host's memory. Generation goes on while weights arrive, and stands while they are
+  loaded, both at the speed of PCIe.
 - InPlace: nowhere. Chunks are loaded into the model as they come, while generation stands. An update
   that fails then leaves old and new weights.
-- InHost: the host's memory, at a hundredth of the speed.
 """
 
 import queue
@@ -20,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from titopool.wire.weight_plan import Chunk, message_of, views_of
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import Channel
+from workers.in_model.receiving.host_memory import ALIGNMENT, HostMemory, free_host_bytes
 
 Item = TypeVar("Item")
 # By name.
@@ -27,8 +29,6 @@ Tensors = dict[str, Any]
 
 # GPU memory that weights beside the model leave free for the temporary tensors of generation.
 SPARE_GPU_BYTES = 2 * 2**30
-# Tensors in the KV cache begin at multiples of this, for aligned loads.
-ALIGNMENT = 256
 # Chunks next to the model during an update in place: one is loaded while the other comes.
 NUM_IN_PLACE = 2
 GIB = 2**30
@@ -64,21 +64,24 @@ class Beside:
 
 
 class InHost:
-    """A copy of each chunk in the host's memory."""
+    """Memory of the host, which the model's device reads and writes."""
 
     name = "host"
 
-    def __init__(self, device: Any):
-        self._device = device
+    def __init__(self, memory: HostMemory, num_bytes: int):
+        """
+        Args:
+            num_bytes: of all chunks.
+        """
+        self._memory = memory
+        memory.reserve(num_bytes)
 
     def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
-        buffer = new_buffer(chunk.num_bytes, self._device)
-        channel.start(message_of(buffer, chunk))
-        channel.wait(deadline)
-        return tensors_in(buffer.cpu(), chunk)
+        buffer = self._memory.take(chunk.num_bytes)
+        return begin_to_receive(channel, buffer, chunk, deadline)
 
     def release(self) -> None:
-        pass
+        self._memory.free()
 
 
 class InPlace:
@@ -147,10 +150,11 @@ class InKvCache:
     def __init__(self, memory: "KvCacheMemory", device: Any):
         self._memory = memory
         self._device = device
+        # Of the tensors that `receive` has begun to receive.
+        self.names: list[str] = []
         # By the identity of a reserved chunk: its buffer, or those of its tensors.
         self._reserved: dict[int, Any] = {}
         self._bounce: Any = None
-        self._has_received = False
 
     def reserve(self, chunks: Sequence[Chunk], room: int) -> bool:
         """Reserves memory for `chunks`, which `receive` then takes; returns whether they fit.
@@ -173,7 +177,7 @@ class InKvCache:
         return True
 
     def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
-        self._has_received = True
+        self.names += [piece.tensor.name for piece in chunk.pieces]
         reserved = self._reserved.pop(id(chunk))
         if not isinstance(reserved, list):
             return begin_to_receive(channel, reserved, chunk, deadline)
@@ -195,7 +199,7 @@ class InKvCache:
         """
         self._bounce = None
         self._reserved = {}
-        if self._has_received:
+        if self.names:
             self._memory.clear()
         self._memory.free()
 
@@ -291,32 +295,41 @@ class StagingRoom:
         self._setting = setting
         self._device = device
         self._kv = None if kv_caches is None else KvCacheMemory(kv_caches)
+        self._host = HostMemory(device)
 
-    def choose(self, chunks: Sequence[Chunk], extra_bytes: int, not_in_place: str = "") -> Staging:
+    def choose(
+        self,
+        chunks: Sequence[Chunk],
+        extra_bytes: int,
+        not_in_place: str = "",
+        num_sharing: int = 1,
+    ) -> Staging:
         """The staging for `chunks`; loading them takes `extra_bytes` of GPU memory in addition.
 
         Args:
             not_in_place: what about the update cannot be loaded in place; empty: it can.
+            num_sharing: processes of this host that receive the same update.
 
         Raises:
             Refused: the setting allows no memory that is large enough.
         """
-        if self._setting == "host":
-            return InHost(self._device)
-        num_bytes = sum(chunk.num_bytes for chunk in chunks)
+        setting, num_bytes = self._setting, sum(chunk.num_bytes for chunk in chunks)
         room = self._num_free() - extra_bytes
-        if self._setting != "kv" and self.fits_beside(num_bytes + extra_bytes):
+        if setting not in ("kv", "host") and self.fits_beside(num_bytes + extra_bytes):
             return Beside(self._device)
         kv_bytes = 0
-        if self._setting != "beside" and self._kv is not None:
+        if setting not in ("beside", "host") and self._kv is not None:
             staging, kv_bytes = InKvCache(self._kv, self._device), self._kv.num_bytes
             if room >= 0 and staging.reserve(chunks, room):
                 return staging
+        host_bytes = self._host.free_bytes(num_sharing)
+        if setting in ("auto", "host") and room >= 0 and num_bytes <= host_bytes:
+            return InHost(self._host, num_bytes)
         advice = (
-            "set weight_staging to in_place (an update that fails then restarts the worker, which "
-            "has lost its weights) or to host (a hundred times as slow)"
+            "set weight_staging to auto, which takes the host's memory too, or to in_place (an update "
+            "that fails then restarts the worker, which has lost its weights)"
         )
-        if self._setting == "in_place":
+        if setting == "in_place":
             # The next chunk may come before the model's thread has let go of the last one.
             needed = (NUM_IN_PLACE + 1) * max(chunk.num_bytes for chunk in chunks)
             if not not_in_place and needed <= room:
@@ -324,13 +337,16 @@ class StagingRoom:
             advice = (
                 f"{not_in_place or f'three chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
                 "all tensors at once, without a checksum and in smaller chunks, or set "
-                "weight_staging to host (a hundred times as slow)"
+                "weight_staging to auto, which takes the host's memory"
             )
+        elif setting in ("auto", "host"):
+            advice = "give the host or its container more memory"
         raise Refused(
             f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
-            f"{max(0, room) / GIB:.1f} GiB are free beside the model and {kv_bytes / GIB:.1f} GiB are "
-            f"in the KV cache (weight_staging={self._setting}); lower gpu_memory_utilization; or "
-            f"{advice}"
+            f"{max(0, room) / GIB:.1f} GiB are free beside the model once {extra_bytes / GIB:.1f} GiB "
+            f"are kept for loading, {kv_bytes / GIB:.1f} GiB are in the KV cache, and "
+            f"{max(0, host_bytes) / GIB:.1f} GiB of the host's memory for each of {num_sharing} "
+            f"processes (weight_staging={setting}); lower gpu_memory_utilization; or {advice}"
         )
 
     def fits_beside(self, num_bytes: int) -> bool:
@@ -343,9 +359,7 @@ class StagingRoom:
         import torch
 
         if self._device.type != "cuda":
-            import psutil
-
-            return int(psutil.virtual_memory().available)
+            return free_host_bytes()
         free, _ = torch.cuda.mem_get_info(self._device)
         # torch's cache still holds the memory of the previous update.
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
