@@ -51,7 +51,7 @@ SIZES = {
     "workers.cluster": 302,
     "workers.engine": 2146,
     "workers.images": 412,
-    "workers.in_model": 2587,
+    "workers.in_model": 2584,
     "workers.serving": 1459,
     "workers.supervisor": 1189,
     "workers.weights": 1280,

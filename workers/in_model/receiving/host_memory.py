@@ -83,7 +83,7 @@ class HostMemory:
             if self.num_bytes + num_bytes > self._num_reserved:
                 self._blocks.remove(block)
                 if self._device.type == "cuda":
-                    _check(_cudart().cudaHostUnregister(block.buffer.data_ptr()))
+                    _cuda("cudaHostUnregister", block.buffer.data_ptr())
         free = free_host_bytes()
         if num_bytes + self._spare // 2 > free:
             raise MemoryError(
@@ -119,7 +119,7 @@ def _new_buffer(num_bytes: int, device: Any) -> Any:
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     with torch.cuda.device(device):
-        _check(_cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        _cuda("cudaHostRegister", memory.data_ptr(), num_bytes, 0)
         return torch.as_tensor(_Registered(memory), device=device)
 
 
@@ -135,16 +135,11 @@ class _Registered:
         }  # fmt: skip
 
 
-def _cudart() -> Any:
+def _cuda(name: str, *arguments: int) -> None:
+    """Calls a function of CUDA's runtime; raises its error."""
     import torch
 
-    return torch.cuda.cudart()
-
-
-def _check(code: Any) -> None:
-    import torch
-
-    torch.cuda.check_error(int(code))
+    torch.cuda.check_error(int(getattr(torch.cuda.cudart(), name)(*arguments)))
 
 
 def free_host_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
