@@ -41,9 +41,12 @@ class GpuMemory:
             self._at_rest, self._peak = self._peak, 0
 
     def peak(self) -> int | None:
-        """The greatest number of bytes in use since the last call, beyond those at `begin`."""
+        """The greatest number of bytes in use since the last call, beyond those at `begin`.
+
+        None: unknown. Nobody watches, no sample came, or another process has given back memory.
+        """
         peak, self._peak = self._peak, 0
-        return None if self._process is None else peak - self._at_rest
+        return None if self._process is None or peak < self._at_rest else peak - self._at_rest
 
     def close(self) -> None:
         """Ends the watch."""
