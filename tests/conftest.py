@@ -160,7 +160,9 @@ def weights_server(
     """
     need_gpus(3)
     log = tmp_path_factory.mktemp("weights-server") / "log"
-    options = ("--num-workers", "2", "--num-front-ends", "2", *ENGINE_OPTIONS)
+    options = (
+        "--num-workers", "2", "--num-front-ends", "2", *ENGINE_OPTIONS, "--max-model-len", "1024",
+    )  # fmt: skip
     updates = (
         "--weights-root", str(weights_root), "--weight-update-timeout-s", "15",
         "--weight-staging", "host",

@@ -15,7 +15,7 @@ from tests.conftest import ENGINE_OPTIONS
 from tests.kit.models import reference
 from tests.kit.models.weights import PROMPT, TOLERANCE
 
-NUM_TOKENS = 400
+NUM_TOKENS = 900
 # The update begins when a choice has this many tokens, and must end before the stream does.
 UPDATE_AT = 20
 MESSAGES = [{"role": "user", "content": "Hi"}]

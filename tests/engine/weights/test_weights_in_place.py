@@ -35,8 +35,8 @@ TIMEOUT_S = 30.0
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     need_gpus(2)
     options = (
-        *ENGINE_OPTIONS, "--num-workers", "1", "--num-front-ends", "1", "--weight-staging",
-        "in_place", "--weight-update-timeout-s", str(TIMEOUT_S),
+        *ENGINE_OPTIONS, "--max-model-len", "1024", "--num-workers", "1", "--num-front-ends", "1",
+        "--weight-staging", "in_place", "--weight-update-timeout-s", str(TIMEOUT_S),
         "--worker-extension-cls", "tests.kit.extensions.crowded_extension.CrowdedExtension",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("in-place") / "log"

@@ -16,7 +16,7 @@ from titopool.client.weights_client import WeightsClient
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NUM_TOKENS = 10
 # Tokens that fit after `PROMPT`, for what must not end before an update has.
-LONGEST = 500
+LONGEST = 1000
 
 
 def weights_client(server: Server, **options: Any) -> WeightsClient:

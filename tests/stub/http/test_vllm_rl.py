@@ -330,7 +330,7 @@ def test_a_worker_that_is_absent_is_named_and_nothing_is_repeated(
         assert (status, "worker-1 does not answer" in text) == (409, True), (path, text)
     # Once it is back, the trainer begins anew; the old weights served all the time.
     start_stub(1)
-    wait_until(lambda: "unreachable" not in states(server), 30)
+    server.wait_until_ready(2)
     status, text = error_of(server.post("/finish_weight_update", None))
     assert status == 409
     init(server, port)
