@@ -510,7 +510,11 @@ class Updates:
     async def serve(self, update: PoolWeights, progress: Progress) -> None:
         """Records new weights that the model has, and resumes generation."""
         self.pool.record_weights(update)
-        logger.info("serving weights of version %d", update.version)
+        logger.info(
+            "serving weights of version %d, which came by: %s",
+            update.version,
+            self.staging or "folder",
+        )
         self.versions.switch(update.version, progress)
         self.is_in_model = self.pauses.is_held = False
         try:

@@ -98,11 +98,11 @@ class HostMemory:
     def free(self) -> None:
         """Ends the use of all memory, which nobody reads or writes any more, and keeps it."""
         if self._seconds:
-            logger.info(
-                "took memory of the host for updates, which is kept: %.1f GiB in all, %.1f s",
-                self.num_bytes / GIB,
-                self._seconds,
-            )
+            # Others than warnings of vLLM's processes are not logged.
+            logger.warning(
+                "took %.1f GiB of the host's memory for updates in %.1f s, and keeps them",
+                self.num_bytes / GIB, self._seconds,
+            )  # fmt: skip
         self._num_reserved, self._seconds = 0, 0.0
         for block in self._blocks:
             block.end = 0
