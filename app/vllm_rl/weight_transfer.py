@@ -50,7 +50,6 @@ from titopool.wire.commands import (
     EndTensors,
     JoinGroup,
     LeaveGroup,
-    LeaveStockGroup,
     PrepareUpdate,
     ReceiveTensors,
     StartUpdate,
@@ -96,7 +95,7 @@ def init_weight_transfer_engine(body: InitEngineBody) -> Message:
         return JoinGroup(
             first.get("session", session), "vllm", info.backend, info.master_address or "",
             info.master_port or 0, info.rank_offset + index * size, info.world_size,
-            nccl_id=nccl_id, is_stock=True, packed=info.packed,
+            nccl_id=nccl_id, calls="lists", packed=info.packed,
             packed_bytes=info.packed_buffer_size_bytes,
         )  # fmt: skip
 
@@ -162,7 +161,7 @@ def _nccl_id(info: InitInfo) -> bytes:
 def shutdown_weight_transfer_engine() -> Message:
     """Closes the group, if there is one; a 409 during an update."""
     commands, workers = reachable_workers()
-    results_of(commands.gather_outcomes(workers, LeaveStockGroup()))
+    results_of(commands.gather_outcomes(workers, LeaveGroup(None, "lists")))
     return Message(message="Weight transfer shut down")
 
 
@@ -248,11 +247,12 @@ def _receive() -> Message:
             first.get("update_id"),
         )  # fmt: skip
 
-    def undo(first: Result) -> LeaveStockGroup:
+    def undo(first: Result) -> AbortUpdate:
         # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
-        return LeaveStockGroup(
-            "another worker could not receive the tensors", first.get("update_id")
-        )
+        return AbortUpdate(
+            first.get("update_id"), "another worker could not receive the tensors", "lists",
+            leaves=True,
+        )  # fmt: skip
 
     try:
         first, *_ = commands.send_first_then_others(workers, action, undo=undo)
@@ -340,9 +340,9 @@ def end_tensors(commands: CommandSender, workers: list[Worker], action: EndTenso
     def action_for(index: int, first: Result) -> EndTensors:
         return EndTensors(first.get("update_id"), action.is_last_call, action.label)
 
-    def undo(first: Result) -> LeaveStockGroup:
+    def undo(first: Result) -> AbortUpdate:
         reason = "another worker could not end the update"
-        return LeaveStockGroup(reason, first.get("update_id"), keeps_group=True)
+        return AbortUpdate(first.get("update_id"), reason, "lists")
 
     try:
         first, *_ = commands.send_first_then_others(

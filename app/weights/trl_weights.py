@@ -57,7 +57,7 @@ def init_communicator(body: TrlInitBody) -> Message:
         host = listens_at if index == 0 else first_host
         return JoinGroup(
             session, "trl", "auto", host, body.port, index * num_ranks, body.world_size,
-            body.client_device_uuid,
+            body.client_device_uuid, calls="tensors",
         )  # fmt: skip
 
     relay = None
@@ -112,7 +112,7 @@ def update_named_param(body: TrlTensorBody) -> Message:
         )  # fmt: skip
 
     # The client cannot broadcast to a group that one worker has left.
-    undo = LeaveGroup(None)
+    undo = LeaveGroup(None, "tensors")
     try:
         commands.send_first_then_others(workers, action, undo=undo, timeout_s=commit_timeout_s())
     except InvalidRequest:
@@ -127,6 +127,6 @@ def update_named_param(body: TrlTensorBody) -> Message:
 def close_communicator() -> Message:
     """Closes the communicator, if TRL's client has one."""
     commands, workers = reachable_workers()
-    action = LeaveGroup(None, finishes=True)
+    action = LeaveGroup(None, "tensors", finishes=True)
     successful_results(commands.gather_outcomes(workers, action, timeout_s=commit_timeout_s()))
     return Message(message="Request received, closing communicator")

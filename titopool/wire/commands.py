@@ -22,6 +22,11 @@ from titopool.wire.pool_state import (
 )
 
 Backend = Literal["nccl", "gloo"]
+# How a trainer calls. "named": its calls name session and update, and an update is one list of tensors.
+# "lists": an update has a start, lists and an end, and the calls name nothing. "tensors": each call
+# brings one tensor, the calls name nothing, and none begins or ends an update. A worker has one
+# session, so calls that name nothing mean it if its trainer calls so.
+Calls = Literal["named", "lists", "tensors"]
 # vLLM's default size of a chunk (`packed_buffer_size_bytes`).
 PACKED_BYTES = 2**30
 
@@ -53,9 +58,9 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
     device_uuid: str = ""
     # NCCL's id, 128 bytes: the ranks of protocol "vllm" join without a store. Empty: with a store.
     nccl_id: bytes = b""
-    # Whether the trainer calls through vLLM's routes: its calls name no session, it may begin to
-    # listen after its call, and it closes nothing, so that another session may replace this one.
-    is_stock: bool = False
+    # A trainer of "lists" may begin to listen after its call, and it closes nothing, so that another
+    # session may replace this one.
+    calls: Calls = "named"
     # For lists of tensors that do not say it: whether tensors come in chunks, of how many bytes.
     packed: bool = False
     packed_bytes: int = PACKED_BYTES
@@ -222,30 +227,24 @@ class TryConnections(msgspec.Struct, frozen=True, tag="try_connections"):
 
 
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):
-    """Drop this update. The old weights serve."""
+    """Drop an update. The old weights serve."""
 
-    update_id: str
+    # None: the one that a trainer of `calls` sends.
+    update_id: str | None
     reason: str
+    calls: Calls = "named"
+    # Whether the group ends too, although this worker could use it again.
+    leaves: bool = False
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
-    """Leave the group of a session; with `session` None that of TRL's client, if there is one."""
+    """Leave the group of a session."""
 
+    # None: that of a trainer of `calls`, if there is one.
     session: str | None
-    # Whether a complete update of TRL's client is committed first.
+    calls: Calls = "named"
+    # Whether a complete update whose end nobody says is committed first.
     finishes: bool = False
-
-
-class LeaveStockGroup(msgspec.Struct, frozen=True, tag="leave_stock_group"):
-    """Leave the group of vLLM's routes, if there is one."""
-
-    # Why an update in progress ends; empty: the command is refused during an update.
-    reason: str = ""
-    # With a reason: the update to end; None: the one in progress. If none is in progress, or another
-    # one, the command does nothing.
-    update_id: str | None = None
-    # Whether only the update ends.
-    keeps_group: bool = False
 
 
 class AcceptInitialWeights(msgspec.Struct, frozen=True, tag="accept_initial_weights"):
@@ -366,7 +365,6 @@ Action = (
     | TryConnections
     | AbortUpdate
     | LeaveGroup
-    | LeaveStockGroup
     | AcceptInitialWeights
     | OfferWeights
     | FetchWeights

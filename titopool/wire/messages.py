@@ -18,7 +18,7 @@ from titopool.wire.pool_state import Count, Finite, PoolState, PoolWeights
 # Of all messages, and of what they contain, the keys of `CommandDone.result` too: it grows with each
 # change of them. In every version `Hello` and `Heartbeat` are maps with the keys `type` and `wire`, so that
 # processes of different versions know each other. Before the first one they had no `wire`.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 Wire = Annotated[int, msgspec.Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 # Token ids travel as int32.
 ID_BYTES = 4

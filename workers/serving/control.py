@@ -34,7 +34,6 @@ from titopool.wire.commands import (
     GetStatus,
     JoinGroup,
     LeaveGroup,
-    LeaveStockGroup,
     LoadAdapter,
     OfferWeights,
     Pause,
@@ -111,7 +110,8 @@ class Control:
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
             on_applied=on_changed, on_broken=on_broken,
         )  # fmt: skip
-        self._trl, self._stock = trl, stock = TrlTrainer(updates), StockTrainer(updates)
+        trl, stock = TrlTrainer(updates), StockTrainer(updates)
+        updates.trainers |= {"lists": stock, "tensors": trl}
         self._peers = Peers(updates, listen_address)
         self._catch_up = CatchUp(
             self._pool, updates, self._pauses, engine=lambda: self._engine,
@@ -121,7 +121,7 @@ class Control:
         # The socket identity of the front end that leads the commit.
         self._leader = b""
         self._methods: dict[type[Action], Callable[[Any], Awaitable[Result]]] = {
-            JoinGroup: self._join,
+            JoinGroup: updates.join,
             BeginUpdate: updates.begin,
             BeginFolder: updates.begin_folder,
             ReceiveTensor: trl.receive_tensor,
@@ -139,8 +139,7 @@ class Control:
             CountTokens: self._count_tokens,
             TryConnections: self._try_connections,
             AbortUpdate: updates.abort,
-            LeaveGroup: self._leave,
-            LeaveStockGroup: stock.leave,
+            LeaveGroup: updates.leave,
             AcceptInitialWeights: updates.accept_initial,
             OfferWeights: self._peers.offer,
             FetchWeights: self._fetch_weights,
@@ -246,21 +245,6 @@ class Control:
                 retry_after_s=2,
             )
         return await self._methods[type(action)](action)
-
-    async def _join(self, action: JoinGroup) -> Result:
-        if action.is_stock and self._stock.is_forming(action):
-            return {"session": self._updates.state.session}
-        # Other workers may have an update that is complete here.
-        await self._trl.finish_if_complete()
-        trainer = (
-            self._stock if action.is_stock else self._trl if action.protocol == "trl" else None
-        )
-        return await self._updates.join(action, trainer)
-
-    async def _leave(self, action: LeaveGroup) -> Result:
-        if action.finishes:
-            await self._trl.finish_if_complete()
-        return await self._updates.leave(action)
 
     async def _await_step(self, action: AwaitStep) -> Result:
         try:
@@ -382,9 +366,10 @@ class Control:
         await self._catch_up.catch_up()
 
     async def before_job(self) -> None:
-        """Commits an update of TRL's client that is complete: the job needs the new weights."""
-        if self._updates.state.protocol == "trl":
-            await self._trl.finish_if_complete()
+        """Commits a complete update whose end nobody says: the job needs the new weights."""
+        group = self._updates.group
+        if group is not None and group.calls == "tensors":
+            await self._updates.trainer.finish()
 
     async def follow_pool(self) -> None:
         """Catches up with the pool; never returns."""

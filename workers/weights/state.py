@@ -41,7 +41,6 @@ class WeightState:
         self._timeout_s = timeout_s
         self.phase = Phase.CLOSED
         self.session = ""
-        self.protocol = ""
         # The weights that the update in progress brings.
         self.update: PoolWeights | None = None
         self.deadline: float | None = None
@@ -109,7 +108,7 @@ class WeightState:
 
     # ---- the group -------------------------------------------------------------------
 
-    def join(self, session: str, protocol: str, now: float, *, takes_over: bool = False) -> None:
+    def join(self, session: str, now: float, *, takes_over: bool = False) -> None:
         """Begins a group; with `takes_over` it replaces the group of another trainer."""
         if session == self.session:
             raise self.conflict("init", "a new session id")
@@ -118,7 +117,7 @@ class WeightState:
             raise self.conflict("init", "no other trainer's session")
         if self.phase is not Phase.CLOSED:
             self.end("another trainer took over")
-        self.session, self.protocol = session, protocol
+        self.session = session
         self._enter(Phase.JOINING, now)
 
     def joined(self, session: str, now: float) -> None:
@@ -142,7 +141,7 @@ class WeightState:
         if self.phase is Phase.APPLYING:
             raise self.conflict("end", "an update that is not being applied")
         if not self.is_apart and not keeps_group:
-            self.session = self.protocol = ""
+            self.session = ""
         self.update, self.last_end = None, reason
         self._enter(self._resting_phase(), self._last_active)
 

@@ -15,7 +15,6 @@ from titopool.errors import InvalidRequest, WeightUpdateFailed
 from titopool.wire.commands import (
     EndTensors,
     JoinGroup,
-    LeaveStockGroup,
     ReceiveTensors,
     StartUpdate,
     TensorInfo,
@@ -61,7 +60,6 @@ class StockTrainer(Trainer):
     # ---- the group -------------------------------------------------------------------
 
     def is_forming(self, action: JoinGroup) -> bool:
-        """Whether `action` repeats the call of the group that forms."""
         group = self.updates.group
         return (
             group is not None
@@ -101,7 +99,7 @@ class StockTrainer(Trainer):
         One whose store took no connection after the join is not gone because it takes none.
         """
         group = self.updates.group
-        if group is not None and newcomer is not None and newcomer.is_stock:
+        if group is not None and newcomer is not None and newcomer.calls == "lists":
             is_same = group.host == newcomer.host != "" and group.port == newcomer.port
             if is_same or self.state.phase is Phase.OPEN:
                 return True
@@ -113,40 +111,14 @@ class StockTrainer(Trainer):
     def is_watched(self) -> bool:
         return self._listens
 
-    async def leave(self, action: LeaveStockGroup) -> Result:
-        """Leaves the group of vLLM's routes, if there is one."""
-        async with self.updates.accepting:
-            if not self._has_session:
-                return {}
-            if not action.reason and self._is_started:
-                raise self.state.conflict("shutdown_weight_transfer_engine", "no update")
-            if not action.reason:
-                self.state.leave(self.state.session)
-                await self.updates.release()
-            else:
-                update = self._stock_update
-                if update is None or action.update_id not in (None, update.update_id):
-                    # Another trainer's: that update has ended already.
-                    return {}
-                await self.updates.end(action.reason, keeps_group=action.keeps_group)
-            self._forget_lists()
-        return {}
-
-    @property
-    def _has_session(self) -> bool:
-        """Whether the session is one of vLLM's routes."""
-        return self.updates.trainer is self
-
-    @property
-    def _stock_update(self) -> PoolWeights | None:
-        """The update of vLLM's routes that is being received; not an update from a folder."""
-        is_stock = self._has_session and self.state.is_receiving_tensors
-        return self.state.update if is_stock else None
+    def check_leave(self) -> None:
+        if self._is_started:
+            raise self.state.conflict("shutdown_weight_transfer_engine", "no update")
 
     @property
     def _is_started(self) -> bool:
         """Whether the update of vLLM's routes has started and not ended."""
-        update = self._stock_update
+        update = self.update
         return update is not None and update.update_id == self._started
 
     @property
@@ -178,11 +150,11 @@ class StockTrainer(Trainer):
         what = "start_weight_update"
         async with self.updates.accepting:
             is_mine = action.session in (None, self.state.session)
-            if not self._has_session or not is_mine:
+            if not self.has_session or not is_mine:
                 raise self.state.conflict(
                     what, "a group of this worker; call init_weight_transfer_engine first"
                 )
-            update = self._stock_update
+            update = self.update
             if update is None:
                 self.state.check_session(what, self.state.session)
                 update = self.updates.new_update(action)
@@ -208,7 +180,7 @@ class StockTrainer(Trainer):
         Raises:
             Conflict: there is none, or another worker means another update.
         """
-        update = self._stock_update
+        update = self.update
         if update is None or not self._is_started:
             raise self.state.conflict(what, "an update; call start_weight_update first")
         if update_id not in (None, update.update_id):
@@ -298,7 +270,7 @@ class StockTrainer(Trainer):
         """
         what = "finish_weight_update"
         async with self.updates.accepting:
-            waiting = self._stock_update
+            waiting = self.update
             if action.is_last_call and waiting is not None and not self._is_started:
                 # Its end has come before.
                 self._started = waiting.update_id

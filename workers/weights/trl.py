@@ -13,13 +13,11 @@ import msgspec
 from titopool.errors import Conflict, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     FinishTensors,
-    JoinGroup,
     PrepareUpdate,
     ReceiveTensor,
     TensorInfo,
 )
 from titopool.wire.pool_state import PoolWeights
-from workers.weights.checks import wait_for_unused_port
 from workers.weights.state import Phase
 from workers.weights.steps import Result
 from workers.weights.updates import Trainer, Updates
@@ -39,10 +37,6 @@ class TrlTrainer(Trainer):
         self._announced: dict[str, dict[str, TensorInfo]] = {}
         # Update id and number of announced tensors at the last check for completeness.
         self._checked = ("", 0)
-
-    async def check_address(self, action: JoinGroup) -> None:
-        if action.rank == 0:
-            await wait_for_unused_port(action.host, action.port)
 
     @property
     def told(self) -> dict[str, TensorInfo] | None:
@@ -82,7 +76,7 @@ class TrlTrainer(Trainer):
         Raises:
             Conflict: there is no group of TRL's client.
         """
-        if self.state.protocol != "trl":
+        if not self.has_session:
             raise Conflict(
                 "update_named_param: expected a call of init_communicator first; "
                 + self.state.describe()
@@ -99,7 +93,7 @@ class TrlTrainer(Trainer):
         """
         if self.steps.is_running(*FINISH):
             await self.steps.wait(*FINISH)
-        update = self._trl_update
+        update = self.update
         if update is None:
             return
         is_repeated = action.tensor.name in self._announced_for(update)
@@ -108,19 +102,13 @@ class TrlTrainer(Trainer):
             await self._commit(update)
 
     def _begin_or_continue(self, action: ReceiveTensor) -> PoolWeights:
-        if update := self._trl_update:
+        if update := self.update:
             self.state.touch(time.monotonic())
             return update
         update = self.updates.new_update(action)
         self.state.begin(self.state.session, update, time.monotonic())
         self._announced = {}
         return update
-
-    @property
-    def _trl_update(self) -> PoolWeights | None:
-        """The update of TRL's client that is being received; not an update from a folder."""
-        is_trl = self.state.is_receiving_tensors and self.state.protocol == "trl"
-        return self.state.update if is_trl else None
 
     def _announced_for(self, update: PoolWeights) -> dict[str, TensorInfo]:
         return self._announced.get(update.update_id, {})
@@ -135,18 +123,14 @@ class TrlTrainer(Trainer):
         """Starts to commit the update; without an update, to clear the caches."""
         async with self.updates.accepting:
             if not self.steps.is_running(*FINISH):
-                update = self._trl_update
+                update = self.update
                 self.steps.start(
                     *FINISH, self._commit(update) if update else self.updates.run_clear()
                 )
         return {}
 
-    async def finish_if_complete(self) -> None:
-        """Commits an update that has all tensors of the model, and waits for the end."""
-        if self.state.protocol != "trl" or self.state.phase in (
-            Phase.OPEN,
-            Phase.JOINING,
-        ):
+    async def finish(self) -> None:
+        if not self.has_session or self.state.phase in (Phase.OPEN, Phase.JOINING):
             return
         try:
             await self._start_to_finish()
@@ -161,11 +145,11 @@ class TrlTrainer(Trainer):
 
         An incomplete update waits for more tensors, or for `/reset_prefix_cache/`.
         """
-        if self._trl_update is None:
+        if self.update is None:
             return
         statuses = await self.updates.call.receiver_statuses()
         # Read again, as the update may have ended during the call.
-        update = self._trl_update
+        update = self.update
         if update is None:
             return
         current = (update.update_id, len(self._announced_for(update)))
@@ -176,12 +160,12 @@ class TrlTrainer(Trainer):
             if is_complete:
                 async with self.updates.accepting:
                     # The next update may have begun while this task waited for the lock.
-                    if self._trl_update is update and not self.steps.is_running(*FINISH):
+                    if self.update is update and not self.steps.is_running(*FINISH):
                         self.steps.start(*FINISH, self._commit(update))
 
     async def _commit(self, update: PoolWeights) -> Result:
         """Prepares and applies the update in one step."""
-        if self._trl_update is not update:
+        if self.update is not update:
             # The update has ended before this step began.
             return {}
         action = PrepareUpdate(update.update_id, self.updates.default_pause_mode)

@@ -29,6 +29,7 @@ from titopool.wire.commands import (
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
+    Calls,
     ClearCaches,
     JoinGroup,
     LeaveGroup,
@@ -49,6 +50,7 @@ from workers.weights.checks import (
     check_whole_layers,
     checked_folder,
     is_listening,
+    wait_for_unused_port,
 )
 from workers.weights.engine_calls import EngineCalls
 from workers.weights.pauses import Pauses
@@ -103,9 +105,10 @@ class Updates:
         self.base_clock = 0
         # The version of the pool's weights when that update began.
         self._base_version = 0
-        # The last group that was joined, and its trainer.
+        # The last group that was joined.
         self.group: JoinGroup | None = None
-        self._trainer = self._own_client = Trainer(self)
+        # How each kind of trainer sends.
+        self.trainers: dict[Calls, Trainer] = {"named": Trainer(self)}
         # Names of the update's tensors that will not be loaded.
         self._ignored: list[str] = []
         # Where the last update's tensors waited; "folder", or "" before the first tensor.
@@ -131,8 +134,8 @@ class Updates:
 
     @property
     def trainer(self) -> "Trainer":
-        """Who sends in the session that is open; without one, titopool's client."""
-        return self._trainer if self.state.session else self._own_client
+        """Who sends in the session that is open; without one, a trainer that sends nothing."""
+        return self.trainers[self.group.calls if self.group and self.state.session else "named"]
 
     @property
     def has_call_in_flight(self) -> bool:
@@ -180,23 +183,21 @@ class Updates:
 
     # ---- the group -------------------------------------------------------------------
 
-    async def join(self, action: JoinGroup, trainer: "Trainer | None" = None) -> Result:
-        """Accepts a session; `AwaitStep("join", session)` waits until all ranks have joined.
-
-        Args:
-            trainer: None: titopool's client.
-        """
-        trainer = trainer or self._own_client
+    async def join(self, action: JoinGroup) -> Result:
+        """Accepts a session; `AwaitStep("join", session)` waits until all ranks have joined."""
+        trainer = self.trainers[action.calls]
+        if trainer.is_forming(action):
+            return {"session": self.state.session}
+        # Other workers may have an update that is complete here.
+        await self.trainer.finish()
         async with self.accepting:
             takes_over = self.state.phase is not Phase.CLOSED
             takes_over = takes_over and await self.trainer.is_abandoned(action)
-            self.state.join(
-                action.session, action.protocol, time.monotonic(), takes_over=takes_over
-            )
+            self.state.join(action.session, time.monotonic(), takes_over=takes_over)
             if takes_over:
                 logger.warning("session %s replaces a session without a trainer", action.session)
             self.call.awaited.observe([])
-            self.group, self._trainer = action, trainer
+            self.group = action
             try:
                 if takes_over:
                     await self.release()
@@ -233,13 +234,17 @@ class Updates:
 
     async def leave(self, action: LeaveGroup) -> Result:
         """Closes the group."""
+        trainer = self.trainers[action.calls]
+        if action.finishes:
+            await trainer.finish()
         async with self.accepting:
             session = action.session
             if session is None:
                 # TRL's client may close its group twice: on request and when it exits.
-                if self.state.protocol != "trl":
+                if not trainer.has_session:
                     return {}
                 session = self.state.session
+            trainer.check_leave()
             self.state.leave(session)
             if self.state.last_end:
                 logger.warning("session %s has ended: %s", session, self.state.last_end)
@@ -553,10 +558,14 @@ class Updates:
             # What this worker fetches is applied elsewhere.
             return {"is_applied": True}
         async with self.accepting:
-            if self.state.has_applied(action.update_id):
+            update_id = action.update_id
+            if update_id is None:
+                update = self.trainers[action.calls].update
+                update_id = update.update_id if update else "in progress"
+            if self.state.has_applied(update_id):
                 return {"is_applied": True}
-            keeps_group = self.trainer.keeps_group
-            self.state.abort(action.update_id, action.reason, keeps_group=keeps_group)
+            keeps_group = not action.leaves and self.trainer.keeps_group
+            self.state.abort(update_id, action.reason, keeps_group=keeps_group)
             await self.release()
         return {"is_applied": False}
 
@@ -743,13 +752,24 @@ class Updates:
 
 
 class Trainer:
-    """How titopool's client sends: its calls name session and update, and an update has one list."""
+    """How a trainer sends whose calls are "named" (`titopool/wire/commands.py`): titopool's client."""
 
     # Whether the trainer begins to listen after its call.
     listens_later = False
 
     def __init__(self, updates: Updates):
         self.updates, self.state, self.steps = updates, updates.state, updates.steps
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the session is that of such a trainer."""
+        return bool(self.state.session) and self.updates.trainer is self
+
+    @property
+    def update(self) -> PoolWeights | None:
+        """The update that such a trainer sends and that is received; not an update from a folder."""
+        sends = self.has_session and self.state.is_receiving_tensors
+        return self.state.update if sends else None
 
     @property
     def is_receiving_list(self) -> bool:
@@ -776,13 +796,25 @@ class Trainer:
         """Whether a trainer that does not listen is gone."""
         return True
 
+    def is_forming(self, action: JoinGroup) -> bool:
+        """Whether `action` repeats the call of the group that forms."""
+        return False
+
+    async def finish(self) -> None:
+        """Commits a complete update whose end nobody says, and waits for the end."""
+
+    def check_leave(self) -> None:
+        """Raises Conflict if the trainer must end its update first."""
+
     def begin_session(self) -> None:
         """Called when a session was accepted."""
 
     async def check_address(self, action: JoinGroup) -> None:
         """Raises InvalidRequest if the workers cannot meet the trainer at the group's address."""
-        if action.host:
+        if action.protocol == "vllm" and action.host:
             await check_trainer_reachable(action.host, action.port)
+        elif action.protocol == "trl" and action.rank == 0:
+            await wait_for_unused_port(action.host, action.port)
 
     async def on_joined(self, action: JoinGroup) -> None:
         """Called when all ranks have joined."""
@@ -810,7 +842,7 @@ class Trainer:
         if self.may_be_asked:
             await updates.call.receiver_statuses()
         update, group = self.state.update, updates.group
-        if group is None or not group.host or not self.is_watched:
+        if group is None or group.protocol == "trl" or not group.host or not self.is_watched:
             return
         if await is_listening(group.host, group.port):
             return

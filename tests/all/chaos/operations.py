@@ -166,7 +166,7 @@ ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
         (
             "JoinGroup", "AwaitStep(join)", "StartUpdate", "ReceiveTensors", "AwaitStep(receive)",
             "EndTensors", "PrepareUpdate", "AwaitStep(prepare)", "ApplyUpdate", "AwaitStep(apply)",
-            "LeaveStockGroup",
+            "LeaveGroup",
         ),
     ),
     "trainer vanishes": (

@@ -88,7 +88,7 @@ class Peer:
 
     def clean_up(self) -> None:
         """Ends sessions and pauses that valid fuzzed commands have begun."""
-        for action in (LeaveGroup(None), Resume(1)):
+        for action in (LeaveGroup("s"), Resume(1)):
             self.send(Command(self.incarnation, 1, action))
 
 

@@ -23,7 +23,7 @@ from titopool.errors import (
     WeightUpdateFailed,
 )
 from titopool.settings.config import ServerConfig
-from titopool.wire.commands import Command, CommandDone, EndTensors, LeaveStockGroup
+from titopool.wire.commands import AbortUpdate, Command, CommandDone, EndTensors
 
 
 def answer_of(handler: Callable[[], Any]) -> Any:
@@ -69,8 +69,8 @@ def test_an_end_that_another_worker_refuses_leaves_the_trainer_s_group(
     monkeypatch.setattr(weight_transfer, "commit_timeout_s", lambda: 10.0)
     with pytest.raises(InvalidRequest, match="they do not fit"):
         weight_transfer.end_tensors(fake.commands, fake.commands.all_workers(), EndTensors())
-    undone = [(one, action) for one, action in fake.sent if isinstance(action, LeaveStockGroup)]
-    assert {(one, action.keeps_group) for one, action in undone} == {("w0", True), ("w1", True)}
+    undone = [(one, action) for one, action in fake.sent if isinstance(action, AbortUpdate)]
+    assert {(one, action.leaves) for one, action in undone} == {("w0", False), ("w1", False)}
 
 
 def test_all_routes_that_change_something_need_the_admin_key():

@@ -19,7 +19,7 @@ from titopool.wire.commands import (
     FinishTensors,
     GetStatus,
     JoinGroup,
-    LeaveStockGroup,
+    LeaveGroup,
     Pause,
     PrepareUpdate,
     ReceiveTensors,
@@ -93,7 +93,7 @@ class StockWorker(Worker):
     def group(self, session: str = "s", port: int = 0) -> JoinGroup:
         return JoinGroup(
             session, "vllm", "gloo", "127.0.0.1", port or self.port, 1, 2,
-            is_stock=True, **self.init_info,
+            calls="lists", **self.init_info,
         )  # fmt: skip
 
     async def init(self, session: str = "s", port: int = 0) -> None:
@@ -301,7 +301,7 @@ def test_calls_in_a_wrong_order_change_nothing(port: int):
         await refused(EndTensors(), "call start_weight_update first")
         await worker.start()
         await refused(StartUpdate("u2", None, 0), "call finish_weight_update first")
-        await refused(LeaveStockGroup(), "no update")
+        await refused(LeaveGroup(None, "lists"), "no update")
         await refused(PrepareUpdate("u", None), "call of finish_weight_update first")
         await refused(BeginUpdate("s", "u3", None, 1, MODEL, 100, False), "without an update")
         # An update without tensors.
@@ -311,8 +311,8 @@ def test_calls_in_a_wrong_order_change_nothing(port: int):
         await worker.send(MODEL)
         await worker.end()
         await worker.commit("u4")
-        await worker.good(LeaveStockGroup())
-        await worker.good(LeaveStockGroup())
+        await worker.good(LeaveGroup(None, "lists"))
+        await worker.good(LeaveGroup(None, "lists"))
         assert await worker.state() == "closed"
 
     worker = run(story, StockWorker(port))  # type: ignore[arg-type]
@@ -448,12 +448,12 @@ def test_an_abort_at_another_worker_keeps_the_group_between_lists(port: int):
         assert await worker.state() == "open"
         await worker.start("u2")
         await worker.send(MODEL)
-        await worker.good(LeaveStockGroup("another worker failed", keeps_group=True))
+        await worker.good(AbortUpdate(None, "another worker failed", "lists"))
         assert await worker.state() == "open"
         await worker.start("u3")
         worker.engine.waits = True
         await worker.good(ReceiveTensors("l", MODEL))
-        await worker.good(LeaveStockGroup("another worker failed"))
+        await worker.good(AbortUpdate(None, "another worker failed", "lists", leaves=True))
         assert await worker.state() == "closed"
 
     worker = run(story, StockWorker(port))  # type: ignore[arg-type]
@@ -468,12 +468,14 @@ def test_an_undo_of_an_earlier_trainer_s_call_leaves_the_next_trainer_s_group(po
         await worker.good(ReceiveTensors("l", MODEL))
         # The same trainer, which has given up its call.
         await worker.init("s2")
-        undo = LeaveStockGroup("another worker could not receive the tensors", "u")
-        await worker.good(undo)
+        undo = AbortUpdate(
+            "u", "another worker could not receive the tensors", "lists", leaves=True
+        )
+        assert (await worker.ask(undo)).code == "conflict"
         assert (await worker.good(GetStatus()))["session"] == "s2"
         worker.engine.waits = False
         await worker.start("u2")
-        await worker.good(undo)
+        assert (await worker.ask(undo)).code == "conflict"
         await worker.send(MODEL)
         await worker.end()
         await worker.commit("u2")
@@ -528,7 +530,7 @@ def test_an_update_that_nobody_continues_ends_at_its_deadline(port: int):
         await worker.start("u2")
         while await worker.state() != "open":
             await asyncio.sleep(0.05)
-        await worker.good(LeaveStockGroup())
+        await worker.good(LeaveGroup(None, "lists"))
         assert await worker.state() == "closed"
 
     run(story, StockWorker(port))  # type: ignore[arg-type]
@@ -591,7 +593,7 @@ def test_a_new_trainer_replaces_an_idle_one_but_does_not_break_an_update(port: i
 
 def test_a_session_of_titopool_s_client_is_not_replaced(port: int):
     async def story(worker: StockWorker) -> None:
-        own = JoinGroup("own", "titopool", "gloo", "127.0.0.1", port, 1, 2)
+        own = JoinGroup("own", "vllm", "gloo", "127.0.0.1", port, 1, 2)
         await worker.good(own)
         await worker.good(AwaitStep("join", "own"))
         with socket.create_server(("127.0.0.1", 0)) as other:
@@ -599,7 +601,8 @@ def test_a_session_of_titopool_s_client_is_not_replaced(port: int):
         assert done.code == "conflict"
         # vLLM's calls mean vLLM's sessions only.
         assert (await worker.ask(StartUpdate("u", None, 0))).code == "conflict"
-        await worker.good(LeaveStockGroup("not mine"))
+        undo = AbortUpdate(None, "not mine", "lists", leaves=True)
+        assert (await worker.ask(undo)).code == "conflict"
         assert (await worker.good(GetStatus()))["session"] == "own"
 
     run(story, StockWorker(port))  # type: ignore[arg-type]
@@ -607,7 +610,7 @@ def test_a_session_of_titopool_s_client_is_not_replaced(port: int):
 
 def test_a_group_by_nccl_s_id_has_no_address():
     async def story(worker: StockWorker) -> None:
-        group = JoinGroup("s", "vllm", "nccl", "", 0, 1, 2, nccl_id=b"\1" * 128, is_stock=True)
+        group = JoinGroup("s", "vllm", "nccl", "", 0, 1, 2, nccl_id=b"\1" * 128, calls="lists")
         await worker.good(group)
         await worker.good(AwaitStep("join", "s"))
         await worker.start()

@@ -71,7 +71,7 @@ def test_generation_is_paused_before_weights_arrive_in_the_kv_cache():
 
     worker = run(story)
     assert worker.engine.calls == [
-        "join", "begin", "pause keep", "receive", "clear", "check", "apply", "resume",
+        "join", "begin", "pause keep", "receive", "clear", "apply", "resume",
     ]  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_weights_in_place_are_loaded_while_generation_stands_and_then_committed(
         assert (done.code, "checksum: expected none" in done.message) == ("invalid_request", True)
         await worker.good(PrepareUpdate("u", "abort"))
         await worker.good(AwaitStep("prepare", "u"))
-        assert worker.engine.calls[-2:] == ["load", "check"]
+        assert worker.engine.calls[-1] == "load"
         await worker.good(ApplyUpdate("u"))
         assert (await worker.good(AwaitStep("apply", "u")))["staging"] == "in_place"
         totals = worker.control.update_totals["in_place"]
@@ -198,8 +198,8 @@ def test_weights_in_place_are_loaded_while_generation_stands_and_then_committed(
         assert worker.control.update_totals["in_place"].num_failed == 1
 
     worker = run(story)
-    assert worker.engine.calls[:8] == [
-        "join", "begin", "pause keep", "receive", "clear", "load", "check", "apply",
+    assert worker.engine.calls[:7] == [
+        "join", "begin", "pause keep", "receive", "clear", "load", "apply",
     ]  # fmt: skip
     assert worker.engine.calls.count("load") == 1
     assert worker.engine.calls.count("resume") == 2
@@ -704,7 +704,7 @@ def test_a_folder_update_in_a_trl_session_is_separate_from_its_updates(
     folder.mkdir(parents=True)
 
     async def story(worker: Worker) -> None:
-        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
+        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2, calls="tensors"))
         await worker.good(AwaitStep("join", "s"))
         await worker.good(BeginFolder("f", 9, 1, str(folder)))
         # Neither a job nor the client's call ends the update.

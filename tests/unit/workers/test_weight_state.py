@@ -17,7 +17,7 @@ def update(name: str = "u", version: int = 1, index: int = 1, folder: str = "") 
 
 def opened(session: str = "s") -> WeightState:
     state = WeightState(timeout_s=TIMEOUT_S)
-    state.join(session, "vllm", 0.0)
+    state.join(session, 0.0)
     state.joined(session, 0.0)
     return state
 
@@ -80,10 +80,10 @@ def test_the_refusal_of_a_second_trainer_names_the_state():
     with pytest.raises(
         Conflict, match="no other trainer's session; the state is open, session first"
     ):
-        state.join("second", "vllm", 0.0)
+        state.join("second", 0.0)
     with pytest.raises(Conflict, match="session second"):
         state.begin("second", update(), 0.0)
-    state.join("second", "vllm", 0.0, takes_over=True)
+    state.join("second", 0.0, takes_over=True)
     assert (state.phase, state.session) == (Phase.JOINING, "second")
 
 
@@ -94,7 +94,7 @@ def test_no_trainer_takes_over_while_weights_are_applied():
     for step in (state.prepared, state.apply):
         step("u", 0.0)
     with pytest.raises(Conflict):
-        state.join("other", "vllm", 0.0, takes_over=True)
+        state.join("other", 0.0, takes_over=True)
     with pytest.raises(Conflict):
         state.end("why not")
     with pytest.raises(Conflict):
@@ -109,8 +109,8 @@ def steps_of(state: WeightState, now: float, name: str, session: str, weights: P
     """Every call of the state machine, for one session and one update."""
     folder = update(name, weights.version, weights.clock, "/w")
     return {
-        "join": lambda: state.join(session, "vllm", now),
-        "take over": lambda: state.join(session, "trl", now, takes_over=True),
+        "join": lambda: state.join(session, now),
+        "take over": lambda: state.join(session, now, takes_over=True),
         "joined": lambda: state.joined(session, now),
         "leave": lambda: state.leave(session),
         "end": lambda: state.end("because"),

@@ -95,20 +95,19 @@ def test_a_job_ends_once_whatever_raises(
 def test_a_job_runs_no_code_of_weight_updates(monkeypatch: pytest.MonkeyPatch):
     """Unless a trainer that sends tensor by tensor has a group: its update may have to end first."""
 
-    async def story(protocol: str) -> list[Any]:
+    async def story(calls: str) -> list[Any]:
         server = make_server(ServerConfig())
         posted: list[Any] = []
         monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
         # What else is asked of them is missing.
-        updates = SimpleNamespace(state=SimpleNamespace(protocol=protocol))
+        updates = SimpleNamespace(group=SimpleNamespace(calls=calls))
         monkeypatch.setattr(server._control, "_updates", updates)
-        monkeypatch.setattr(server._control, "_trl", None)
         front_end, slots = front_end_with_job(server)
         await server._run_job(front_end, JOB, slots)
         return posted
 
-    assert [type(one) for one in asyncio.run(story(""))] == [Completed]
-    assert [type(one) for one in asyncio.run(story("trl"))] == [Failed]
+    assert [type(one) for one in asyncio.run(story("lists"))] == [Completed]
+    assert [type(one) for one in asyncio.run(story("tensors"))] == [Failed]
 
 
 def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.MonkeyPatch):
