@@ -46,14 +46,12 @@ class StockTrainer(Trainer):
         super().__init__(updates)
         # The update between its start and its end; "": none.
         self._started = ""
-        # The tensors of the update in progress, by name, in the order in which they came first.
-        self._told: dict[str, TensorInfo] = {}
         # The last list of the update in progress, and its id.
         self._last: tuple[TensorList, str] | None = None
         # The last tensors of the session.
         self._last_tensors: list[TensorInfo] = []
-        # A first list that was not the whole model, encoded: a check of its own is wasted.
-        self._incomplete = b""
+        # A first list that was not the whole model: a check of its own is wasted.
+        self._incomplete: list[TensorInfo] = []
         # Whether the trainer's store accepted connections after all ranks had joined.
         self._listens = False
 
@@ -135,10 +133,6 @@ class StockTrainer(Trainer):
         """Between two lists no broadcast is half done, so that the next update can use the group."""
         return self.state.phase is not Phase.JOINING and not self.is_receiving_list
 
-    @property
-    def told(self) -> dict[str, TensorInfo] | None:
-        return self._told
-
     def check_prepare(self, update_id: str) -> None:
         if self._is_started and update_id == self._started:
             raise self.state.conflict("commit", "a call of finish_weight_update first")
@@ -166,13 +160,7 @@ class StockTrainer(Trainer):
             # The same list again, after a start, is another one.
             self._started, self._last = update.update_id, None
             self.updates.pauses.renew()
-        return {
-            "session": self.state.session,
-            "update_id": update.update_id,
-            "version": update.version,
-            "clock": update.clock - 1,
-            "base_clock": self.updates.base_clock,
-        }
+        return self.updates.begun(update)
 
     def _started_update(self, what: str, update_id: str | None) -> PoolWeights:
         """The update that has started and not ended.
@@ -207,14 +195,12 @@ class StockTrainer(Trainer):
                 )
             self.updates.pauses.renew()
             self.state.touch(time.monotonic())
-            encoded = msgspec.msgpack.encode(wanted.tensors)
             async with self.updates.ends_on_failure("the tensors were refused", keeps_group=False):
-                is_whole = await self._check_first(wanted.tensors, encoded)
+                is_whole = await self._check_first(wanted.tensors)
                 not_in_place = "" if is_whole else "a list without all tensors of the model"
-                await self.updates.take(encoded, wanted.chunk_bytes, not_in_place)
+                await self.updates.take(wanted.tensors, wanted.chunk_bytes, not_in_place)
                 if self.state.update is not update:
                     raise WeightUpdateFailed(f"the update ended; {self.state.describe()}")
-            self._told |= {one.name: one for one in wanted.tensors}
             self._last, self._last_tensors = (wanted, action.list_id), wanted.tensors
             self.steps.start("receive", action.list_id, self._run_receive(update))
         return self._accepted(update, action.list_id)
@@ -236,7 +222,7 @@ class StockTrainer(Trainer):
         size = group.packed_bytes if action.packed_bytes is None else action.packed_bytes
         return TensorList(tensors, size if is_packed else 0)
 
-    async def _check_first(self, tensors: list[TensorInfo], encoded: bytes) -> bool:
+    async def _check_first(self, tensors: list[TensorInfo]) -> bool:
         """Checks the first list of an update as a whole, before anything is received.
 
         If it is all of the model, that finds parameters that would stay old. A later list, or one
@@ -245,11 +231,11 @@ class StockTrainer(Trainer):
         Returns:
             Whether it is all of the model.
         """
-        if self._told or len(tensors) == 1 or encoded == self._incomplete:
+        if self.updates.told or len(tensors) == 1 or tensors == self._incomplete:
             return False
-        (fit, *_) = await self.updates.call("check", encoded, True)
+        (fit, *_) = await self.updates.call("check", msgspec.msgpack.encode(tensors), True)
         if fit["missing"]:
-            self._incomplete = encoded
+            self._incomplete = tensors
         return not fit["missing"]
 
     async def _run_receive(self, update: PoolWeights) -> Result:
@@ -280,7 +266,7 @@ class StockTrainer(Trainer):
             if self.is_receiving_list:
                 raise self.state.conflict(what, "the end of update_weights")
             self._started = ""
-            if not self._told:
+            if not self.updates.told:
                 self.state.end("", keeps_group=True)
                 self.updates.forget_begin()
                 return {"update_id": None, "is_ready": False, "split_layers": ""}
@@ -289,7 +275,7 @@ class StockTrainer(Trainer):
                 self.state.set_label(action.label)
             self.updates.pauses.renew()
             async with self.updates.ends_on_failure("the tensors were refused"):
-                fit = await self.updates.fit_of(self._told.values())
+                fit = await self.updates.fit()
                 if action.is_last_call:
                     check_whole_layers(fit["split_layers"])
                 if fit["split_layers"]:
@@ -298,4 +284,4 @@ class StockTrainer(Trainer):
         return {"update_id": update.update_id, "is_ready": not split, "split_layers": split}
 
     def _forget_lists(self) -> None:
-        self._started, self._told, self._last = "", {}, None
+        self._started, self._last = "", None

@@ -8,19 +8,16 @@ update or the end of the session follows (docs/http.md).
 import logging
 import time
 
-import msgspec
-
 from titopool.errors import Conflict, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     FinishTensors,
     PrepareUpdate,
     ReceiveTensor,
-    TensorInfo,
 )
 from titopool.wire.pool_state import PoolWeights
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.updates import Trainer, Updates
+from workers.weights.updates import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +27,6 @@ FINISH = ("finish", "trl")
 
 class TrlTrainer(Trainer):
     """How TRL's client up to 1.10 sends."""
-
-    def __init__(self, updates: Updates):
-        super().__init__(updates)
-        # By update id, then by name: the tensors that the client has announced so far.
-        self._announced: dict[str, dict[str, TensorInfo]] = {}
-        # Update id and number of announced tensors at the last check for completeness.
-        self._checked = ("", 0)
-
-    @property
-    def told(self) -> dict[str, TensorInfo] | None:
-        update = self.state.update
-        return self._announced_for(update) if update else {}
 
     async def look(self) -> None:
         await self._start_to_finish()
@@ -57,18 +42,12 @@ class TrlTrainer(Trainer):
             update = self._begin_or_continue(action)
             # A refused tensor ends the update, which would be incomplete without it.
             async with self.updates.ends_on_failure(f"{tensor.name} was refused"):
-                await self.updates.take(msgspec.msgpack.encode([tensor]), 0, "one tensor at a time")
+                await self.updates.take([tensor], 0, "one tensor at a time")
             if self.state.update is not update:
                 raise WeightUpdateFailed(
                     f"the update ended while {tensor.name} was received; {self.state.describe()}"
                 )
-            self._announced.setdefault(update.update_id, {})[tensor.name] = tensor
-        return {
-            "update_id": update.update_id,
-            "version": update.version,
-            "clock": update.clock - 1,
-            "base_clock": self.updates.base_clock,
-        }
+        return self.updates.begun(update)
 
     async def _await_session(self) -> None:
         """Waits until all ranks of TRL's group have joined.
@@ -96,9 +75,9 @@ class TrlTrainer(Trainer):
         update = self.update
         if update is None:
             return
-        is_repeated = action.tensor.name in self._announced_for(update)
+        is_repeated = action.tensor.name in self.updates.told
         is_behind_first = action.version is not None and update.clock != action.clock + 1
-        if (is_repeated or is_behind_first) and await self._is_complete(update):
+        if (is_repeated or is_behind_first) and not (await self.updates.fit())["missing"]:
             await self._commit(update)
 
     def _begin_or_continue(self, action: ReceiveTensor) -> PoolWeights:
@@ -107,15 +86,7 @@ class TrlTrainer(Trainer):
             return update
         update = self.updates.new_update(action)
         self.state.begin(self.state.session, update, time.monotonic())
-        self._announced = {}
         return update
-
-    def _announced_for(self, update: PoolWeights) -> dict[str, TensorInfo]:
-        return self._announced.get(update.update_id, {})
-
-    async def _is_complete(self, update: PoolWeights) -> bool:
-        fit = await self.updates.fit_of(self._announced_for(update).values())
-        return not fit["missing"]
 
     # ---- finishing -------------------------------------------------------------------
 
@@ -152,16 +123,12 @@ class TrlTrainer(Trainer):
         update = self.update
         if update is None:
             return
-        current = (update.update_id, len(self._announced_for(update)))
         has_all = all(one["num_received"] >= one["num_announced"] for one in statuses)
-        if has_all and self._checked != current:
-            is_complete = await self._is_complete(update)
-            self._checked = current
-            if is_complete:
-                async with self.updates.accepting:
-                    # The next update may have begun while this task waited for the lock.
-                    if self.update is update and not self.steps.is_running(*FINISH):
-                        self.steps.start(*FINISH, self._commit(update))
+        if has_all and not (await self.updates.fit())["missing"]:
+            async with self.updates.accepting:
+                # The next update may have begun while this task waited for the lock.
+                if self.update is update and not self.steps.is_running(*FINISH):
+                    self.steps.start(*FINISH, self._commit(update))
 
     async def _commit(self, update: PoolWeights) -> Result:
         """Prepares and applies the update in one step."""

@@ -9,7 +9,7 @@ sends: titopool's client here, vLLM's trainers in `stock.py`, TRL's client up to
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -109,8 +109,11 @@ class Updates:
         self.group: JoinGroup | None = None
         # How each kind of trainer sends.
         self.trainers: dict[Calls, Trainer] = {"named": Trainer(self)}
-        # Names of the update's tensors that will not be loaded.
-        self._ignored: list[str] = []
+        # The tensors that calls have announced for the update in progress, by name.
+        self.told: dict[str, TensorInfo] = {}
+        # Such calls, and how the tensors of so many calls fit the model.
+        self._num_told = 0
+        self._fit: tuple[int, dict[str, Any]] = (-1, {})
         # Where the last update's tensors waited; "folder", or "" before the first tensor.
         self.staging = ""
         # Whether the update in progress is being written into the model, or has been.
@@ -273,11 +276,15 @@ class Updates:
             if self.staging in STANDING:
                 policy = action.policy or self.default_pause_mode
                 self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
+            self._fit = self._num_told, fits[0]
         kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
-        self._ignored = kept["ignored"]
+        return {**self.begun(update), "staging": self.staging, **kept}
+
+    def begun(self, update: PoolWeights) -> Result:
+        """What the other workers must know of an update that the first one has accepted."""
         return {
+            "session": self.state.session, "update_id": update.update_id,
             "version": update.version, "clock": update.clock - 1, "base_clock": self.base_clock,
-            "staging": self.staging, **kept,
         }  # fmt: skip
 
     async def _run_stop(self, policy: PauseMode) -> Result:
@@ -322,16 +329,19 @@ class Updates:
         if self.staging == IN_KV_CACHE and all(await self.call("set_aside")):
             await self.pauses.end_commit(self.engine)
 
-    async def take(self, tensors: bytes, chunk_bytes: int, not_in_place: str) -> None:
+    async def take(self, tensors: list[TensorInfo], chunk_bytes: int, not_in_place: str) -> None:
         """Checks tensors of an update and starts to receive them."""
         answers = await self.call(
-            "take", tensors, chunk_bytes, self.config.weight_staging, not_in_place
-        )
+            "take", msgspec.msgpack.encode(tensors), chunk_bytes, self.config.weight_staging,
+            not_in_place,
+        )  # fmt: skip
         # One list may fit beside the model and another one not.
         before = [{"staging": self.staging}] if self.staging else []
         self.staging = staging_of([*answers, *before])
         if staging_of(answers) in STANDING:
             await self.stop_generation(self.default_pause_mode, receives=True)
+        self.told |= {one.name: one for one in tensors}
+        self._num_told += 1
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already.
@@ -363,6 +373,7 @@ class Updates:
         self.begin_clock()
         self._base_version = self.pool.weights.version
         self.staging = "folder" if folder else ""
+        self.told, self._num_told, self._fit = {}, 0, (-1, {})
         if not isinstance(action, BeginFolder):
             self.base_clock = self._base_of(action)
         if clock is None:
@@ -436,7 +447,12 @@ class Updates:
         await self.call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
         if self._began is not None:
             self._count_phase("receive", time.monotonic() - self._began[0])
-        if await self._check_received():
+        self.pauses.renew()
+        fit = await self.fit()
+        check_whole_layers(fit["split_layers"])
+        if fit["missing"]:
+            self.check_base(self.base_clock)
+        if fit["ignored"]:
             # A head that is tied to the embedding is not loaded.
             await self.call("compare_heads")
         if not action.with_checksum and action.checksum is None:
@@ -449,27 +465,15 @@ class Updates:
             )
         return {"checksum": found.pop()}
 
-    async def _check_received(self) -> list[str]:
-        """Checks the received tensors if `begin` could not.
-
-        Returns:
-            The names of those that will not be loaded.
-        """
-        told = self.trainer.told
-        if told is None:
-            return self._ignored
-        self.pauses.renew()
-        fit = await self.fit_of(told.values())
-        check_whole_layers(fit["split_layers"])
-        if fit["missing"]:
-            self.check_base(self.base_clock)
-        return list(fit["ignored"])
-
-    async def fit_of(self, tensors: Iterable[TensorInfo]) -> dict[str, Any]:
-        """How tensors fit the model: names that are `missing`, and `split_layers`."""
-        encoded = msgspec.msgpack.encode(list(tensors))
-        (fit, *_) = await self.call("check", encoded, True)
-        return dict(fit)
+    async def fit(self) -> dict[str, Any]:
+        """How the update's tensors fit the model: names that are `missing` or `ignored`, and
+        `split_layers`."""
+        num_told = self._num_told
+        if self._fit[0] != num_told:
+            encoded = msgspec.msgpack.encode(list(self.told.values()))
+            (fit, *_) = await self.call("check", encoded, True)
+            self._fit = num_told, fit
+        return self._fit[1]
 
     # ---- an update: apply or abort ---------------------------------------------------
 
@@ -780,11 +784,6 @@ class Trainer:
     def may_be_asked(self) -> bool:
         """Whether receivers can be asked: while the model loads in place, the call would wait."""
         return not self.updates.is_in_model
-
-    @property
-    def told(self) -> dict[str, TensorInfo] | None:
-        """The update's tensors by name, where `begin` did not have them all; None: it had."""
-        return None
 
     @property
     def keeps_group(self) -> bool:
