@@ -4,13 +4,13 @@ from flask import Blueprint
 
 from app.control.commit import commit_update
 from app.control.pool_commands import Success, clear_caches
-from app.control.recipients import commit_timeout_s, step_timeout_s, whole_pool
+from app.control.recipients import step_timeout_s, whole_pool
 from app.pool.command_sender import results_of
 from app.route.operation import BOOLEAN, COMMAND_ERRORS, Operation, Query
 from app.route.query import query_flag
 from app.vllm_rl.statuses import never_repeated
 from app.vllm_rl.weight_transfer import end_tensors
-from titopool.wire.commands import EndTensors, FinishTensors, PrepareUpdate
+from titopool.wire.commands import EndTensors, PrepareUpdate
 
 blueprint = Blueprint("caches", __name__)
 
@@ -38,11 +38,8 @@ def reset_prefix_cache() -> Success:
         # The commit empties the caches.
         commit_update(commands, workers, PrepareUpdate(update_id, None))
     else:
-        commands.send_first_then_others(
-            workers, lambda index, first: FinishTensors(), timeout_s=commit_timeout_s()
-        )
         timeout_s = 3 * step_timeout_s()
-        results_of(commands.await_step(workers, "finish", "trl", timeout_s=timeout_s))
+        results_of(commands.await_step(workers, "finish", "tensors", timeout_s=timeout_s))
     return Success(success=True, message="Request received, resetting prefix cache")
 
 

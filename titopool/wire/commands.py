@@ -3,7 +3,7 @@
 A command that two clients may send at once goes to the pool's first worker, and to the others once
 the first worker has accepted it. So the first worker decides between two trainers, through any front
 ends. Other commands go to all workers at once. `JoinGroup`, `ReceiveTensors`, `PrepareUpdate`,
-`ApplyUpdate`, `FinishTensors`, `ClearCaches` and `FetchWeights` take long and are answered on
+`ApplyUpdate`, `ClearCaches` and `FetchWeights` take long and are answered on
 acceptance. The answer to `AwaitStep` comes when such a step has ended.
 """
 
@@ -144,12 +144,12 @@ class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
 
 
 class EndTensors(msgspec.Struct, frozen=True, tag="end_tensors"):
-    """The client ends an update of vLLM's routes: is it ready to be committed?"""
+    """The client ends an update of lists: is it ready to be committed?"""
 
     # The first worker's; None at the first worker.
     update_id: str | None = None
-    # Whether an update counts that was ended before and lacked parts of layers; without an update
-    # the command does nothing.
+    # Whether an update counts that was ended before and lacked parts of layers. Without one, the step
+    # `finish` commits an update that came tensor by tensor, or else empties the caches.
     is_last_call: bool = False
     # The trainer's own name for the version that the update makes, now or with a later end.
     label: str = ""
@@ -169,10 +169,6 @@ class ApplyUpdate(msgspec.Struct, frozen=True, tag="apply_update"):
     """Write the staged tensors into the model and resume generation."""
 
     update_id: str
-
-
-class FinishTensors(msgspec.Struct, frozen=True, tag="finish_tensors"):
-    """Commit the update of TRL's client, if there is one, and clear the caches."""
 
 
 class ClearCaches(msgspec.Struct, frozen=True, tag="clear_caches"):
@@ -355,7 +351,6 @@ Action = (
     | EndTensors
     | PrepareUpdate
     | ApplyUpdate
-    | FinishTensors
     | ClearCaches
     | SetLabel
     | ReadChecksums

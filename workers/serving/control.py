@@ -29,7 +29,6 @@ from titopool.wire.commands import (
     DropAdapter,
     EndTensors,
     FetchWeights,
-    FinishTensors,
     GatherRequests,
     GetStatus,
     JoinGroup,
@@ -110,7 +109,7 @@ class Control:
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
             on_applied=on_changed, on_broken=on_broken,
         )  # fmt: skip
-        trl, stock = TrlTrainer(updates), StockTrainer(updates)
+        self._trl, self._stock = trl, stock = TrlTrainer(updates), StockTrainer(updates)
         updates.trainers |= {"lists": stock, "tensors": trl}
         self._peers = Peers(updates, listen_address)
         self._catch_up = CatchUp(
@@ -127,10 +126,9 @@ class Control:
             ReceiveTensor: trl.receive_tensor,
             StartUpdate: stock.start,
             ReceiveTensors: stock.receive_tensors,
-            EndTensors: stock.end_tensors,
+            EndTensors: self._end_tensors,
             PrepareUpdate: updates.prepare,
             ApplyUpdate: updates.apply,
-            FinishTensors: trl.finish_tensors,
             ClearCaches: updates.clear_caches,
             SetLabel: self._set_label,
             ReadChecksums: self._read_checksums,
@@ -245,6 +243,12 @@ class Control:
                 retry_after_s=2,
             )
         return await self._methods[type(action)](action)
+
+    async def _end_tensors(self, action: EndTensors) -> Result:
+        ended = await self._stock.end_tensors(action)
+        if action.is_last_call and ended["update_id"] is None:
+            await self._trl.start_to_finish()
+        return ended
 
     async def _await_step(self, action: AwaitStep) -> Result:
         try:

@@ -10,7 +10,6 @@ import time
 
 from titopool.errors import Conflict, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
-    FinishTensors,
     PrepareUpdate,
     ReceiveTensor,
 )
@@ -22,14 +21,14 @@ from workers.weights.updates import Trainer
 logger = logging.getLogger(__name__)
 
 # The name of the step that commits an update.
-FINISH = ("finish", "trl")
+FINISH = ("finish", "tensors")
 
 
 class TrlTrainer(Trainer):
     """How TRL's client up to 1.10 sends."""
 
     async def look(self) -> None:
-        await self._start_to_finish()
+        await self._finish_if_complete()
 
     # ---- receiving -------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ class TrlTrainer(Trainer):
 
     # ---- finishing -------------------------------------------------------------------
 
-    async def finish_tensors(self, action: FinishTensors) -> Result:
+    async def start_to_finish(self) -> None:
         """Starts to commit the update; without an update, to clear the caches."""
         async with self.updates.accepting:
             if not self.steps.is_running(*FINISH):
@@ -98,20 +97,19 @@ class TrlTrainer(Trainer):
                 self.steps.start(
                     *FINISH, self._commit(update) if update else self.updates.run_clear()
                 )
-        return {}
 
     async def finish(self) -> None:
         if not self.has_session or self.state.phase in (Phase.OPEN, Phase.JOINING):
             return
         try:
-            await self._start_to_finish()
+            await self._finish_if_complete()
             if self.steps.is_running(*FINISH):
                 await self.steps.wait(*FINISH)
         except TitopoolError as error:
             # The old weights serve, or the worker is about to restart.
             logger.warning("an update of TRL's client failed: %s", error)
 
-    async def _start_to_finish(self) -> None:
+    async def _finish_if_complete(self) -> None:
         """Starts to commit an update that has all tensors of the model.
 
         An incomplete update waits for more tensors, or for `/reset_prefix_cache/`.

@@ -159,7 +159,7 @@ ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
         ),
     ),
     "TRL's update": (
-        Trainer.trl_update, ("JoinGroup", "ReceiveTensor", "FinishTensors", "AwaitStep(finish)"),
+        Trainer.trl_update, ("JoinGroup", "ReceiveTensor", "EndTensors", "AwaitStep(finish)"),
     ),
     "vLLM's update": (
         Trainer.stock_update,

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tests.kit.workers.recording_engine import Worker
-from titopool.wire.commands import AwaitStep, FinishTensors, JoinGroup, Pause, Resume
+from titopool.wire.commands import AwaitStep, EndTensors, JoinGroup, Pause, Resume
 
 
 class SlowEngine:
@@ -47,7 +47,7 @@ def test_generation_resumes_when_a_step_is_ended_while_it_resumes():
         await worker.good(join("one"))
         await worker.good(AwaitStep("join", "one"))
         # Pauses generation, clears the caches and resumes generation.
-        await worker.good(FinishTensors())
+        await worker.good(EndTensors(is_last_call=True))
         await until(lambda: engine.is_paused)
         await until(lambda: not worker.control._pauses.is_committing)
         assert engine.is_paused

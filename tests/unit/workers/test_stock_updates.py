@@ -16,7 +16,6 @@ from titopool.wire.commands import (
     BeginUpdate,
     ClearCaches,
     EndTensors,
-    FinishTensors,
     GetStatus,
     JoinGroup,
     LeaveGroup,
@@ -652,7 +651,7 @@ def test_calls_for_weights_renew_the_lease_of_vllm_s_pause(port: int):
     run(story, StockWorker(port))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("clear", [FinishTensors(), ClearCaches("c")])
+@pytest.mark.parametrize("clear", [EndTensors(is_last_call=True), ClearCaches("c")])
 def test_caches_emptied_during_a_commit_do_not_resume_generation(port: int, clear: Any):
     async def story(worker: StockWorker) -> None:
         await worker.init()
@@ -667,7 +666,7 @@ def test_caches_emptied_during_a_commit_do_not_resume_generation(port: int, clea
         await worker.good(ApplyUpdate("u"))
         await worker.good(AwaitStep("apply", "u"))
         step = "clear" if isinstance(clear, ClearCaches) else "finish"
-        await worker.good(AwaitStep(step, "c" if step == "clear" else "trl"))
+        await worker.good(AwaitStep(step, "c" if step == "clear" else "tensors"))
 
     calls = run(story, StockWorker(port)).engine.calls  # type: ignore[arg-type]
     assert calls[-4:] == ["pause keep", "clear", "apply", "resume"]

@@ -20,7 +20,7 @@ from titopool.wire.commands import (
     BeginFolder,
     BeginUpdate,
     Command,
-    FinishTensors,
+    EndTensors,
     GetStatus,
     JoinGroup,
     LeaveGroup,
@@ -709,8 +709,8 @@ def test_a_folder_update_in_a_trl_session_is_separate_from_its_updates(
         await worker.good(BeginFolder("f", 9, 1, str(folder)))
         # Neither a job nor the client's call ends the update.
         await worker.control.before_job()
-        await worker.good(FinishTensors())
-        await worker.good(AwaitStep("finish", "trl"))
+        await worker.good(EndTensors(is_last_call=True))
+        await worker.good(AwaitStep("finish", "tensors"))
         assert await worker.state() == "receiving"
         await worker.good(PrepareUpdate("f", "keep"))
         await worker.good(AwaitStep("prepare", "f"))
