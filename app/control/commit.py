@@ -55,8 +55,7 @@ def _prepare(
     undo = AbortUpdate(action.update_id, "another worker failed to prepare the update")
     with names_restarting_workers(commands, workers):
         results = commands.run_step(
-            workers, lambda index, first: action,
-            "prepare", action.update_id, undo=undo, timeout_s=step_timeout_s(),
+            workers, action, "prepare", action.update_id, undo=undo, timeout_s=step_timeout_s(),
         )  # fmt: skip
     if len({one.get("checksum") for one in results}) > 1:
         commands.gather_outcomes(workers, undo)

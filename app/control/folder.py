@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from app.control.commit import commit_update
 from app.control.recipients import all_workers
-from app.pool.command_sender import Result
 from titopool.answers.weights import Committed
 from titopool.wire.commands import AbortUpdate, BeginFolder, PrepareUpdate
 from titopool.wire.pool_state import PauseMode
@@ -28,13 +27,8 @@ def load_folder(
     """
     commands, workers = all_workers()
     update_id = uuid.uuid4().hex
-
-    def action(index: int, first: Result) -> BeginFolder:
-        clock = first.get("clock", commands.pool_state.weights.clock)
-        return BeginFolder(
-            update_id, first.get("version", version), clock, folder, label, first.get("files", "")
-        )
-
+    clock = commands.pool_state.weights.clock
+    action = BeginFolder(update_id, version, clock, folder, label)
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     result = commit_update(commands, workers, PrepareUpdate(update_id, policy))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gevent
+import msgspec
 from gevent.event import AsyncResult, Event
 
 from app.pool.records import Worker
@@ -142,33 +143,32 @@ class CommandSender:
     def send_first_then_others(
         self,
         workers: Sequence[Worker],
-        action_for: Callable[[int, Result], Action],
+        action: Action | Callable[[int], Action],
         *,
-        undo: Action | Callable[[Result], Action] | None = None,
+        undo: Action | None = None,
         timeout_s: float = ACCEPT_TIMEOUT_S,
     ) -> list[Result]:
         """Sends an action to the first worker and, once the first has accepted it, to the others.
 
-        If two trainers call at once, through any front ends, the first worker refuses one.
+        If two trainers call at once, through any front ends, the first worker refuses one. What the
+        first worker answers, such as the update's version, takes the place of the fields of the same
+        names in the others' action, and in `undo`.
 
         Args:
-            action_for: makes the action for worker `index` from the first worker's result,
-                which is empty for the first worker itself.
-            undo: sent to all workers if the first accepts the action and another worker fails; a
-                function makes it from the first worker's result, as `action_for`.
+            action: the action, or a function that makes it for worker `index`.
+            undo: sent to all workers if the first accepts the action and another worker fails.
 
         Raises:
             TitopoolError: the first worker refused, or another worker failed.
         """
+        make = action if callable(action) else lambda index: action
 
         def undo_at(which: Sequence[Worker], first: Result) -> None:
             if undo is not None:
-                self.gather_outcomes(which, undo(first) if callable(undo) else undo)
+                self.gather_outcomes(which, _following(undo, first))
 
         try:
-            (first,) = results_of(
-                self.gather_outcomes(workers[:1], action_for(0, {}), timeout_s=timeout_s)
-            )
+            (first,) = results_of(self.gather_outcomes(workers[:1], make(0), timeout_s=timeout_s))
         except DeadlinePassed:
             # The first worker may still accept the action later.
             undo_at(workers[:1], {})
@@ -176,9 +176,10 @@ class CommandSender:
         try:
             others = results_of(
                 self.gather_outcomes(
-                    workers[1:], lambda index: action_for(index + 1, first), timeout_s=timeout_s
+                    workers[1:], lambda index: _following(make(index + 1), first),
+                    timeout_s=timeout_s,
                 )
-            )
+            )  # fmt: skip
         except TitopoolError:
             undo_at(workers, first)
             raise
@@ -248,7 +249,7 @@ class CommandSender:
     def run_step(
         self,
         workers: Sequence[Worker],
-        action_for: Callable[[int, Result], Action],
+        action: Action | Callable[[int], Action],
         step: Any,
         of: str,
         *,
@@ -264,7 +265,7 @@ class CommandSender:
         Raises:
             TitopoolError: the first error of any worker.
         """
-        self.send_first_then_others(workers, action_for, undo=undo)
+        self.send_first_then_others(workers, action, undo=undo)
         return self.finish_step(workers, step, of, undo=undo, timeout_s=timeout_s)
 
     def _start(self, worker: Worker, pending: PendingCommand, action: Action) -> None:
@@ -312,6 +313,11 @@ class CommandSender:
         for pending in self._pending.values():
             if pending.endpoint == endpoint:
                 pending.mark_lost(reason)
+
+
+def _following(action: Action, first: Result) -> Action:
+    names = set(action.__struct_fields__) & first.keys()
+    return msgspec.structs.replace(action, **{name: first[name] for name in names})
 
 
 def _has_failure(sent: Sequence[PendingCommand], deadline: Deadline) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 
 import msgspec
 from flask import Blueprint, request
+from msgspec.structs import replace
 
 from app.call.service import current_service
 from app.control.commit import commit_update
@@ -91,9 +92,9 @@ def init_weight_transfer_engine(body: InitEngineBody) -> Message:
     size = check_world_size(info.world_size, workers, info.rank_offset)
     session = f"stock-{uuid.uuid4().hex[:12]}"
 
-    def join(index: int, first: Result) -> JoinGroup:
+    def join(index: int) -> JoinGroup:
         return JoinGroup(
-            first.get("session", session), "vllm", info.backend, info.master_address or "",
+            session, "vllm", info.backend, info.master_address or "",
             info.master_port or 0, info.rank_offset + index * size, info.world_size,
             nccl_id=nccl_id, calls="lists", packed=info.packed,
             packed_bytes=info.packed_buffer_size_bytes,
@@ -101,7 +102,7 @@ def init_weight_transfer_engine(body: InitEngineBody) -> Message:
 
     first, *_ = commands.send_first_then_others(workers, join, undo=LeaveGroup(session))
     # A repeated call joins the step of the first one.
-    joined = first.get("session", session)
+    joined = first["session"]
     commands.finish_step(
         workers, "join", joined, undo=LeaveGroup(joined), timeout_s=step_timeout_s()
     )
@@ -171,19 +172,8 @@ def shutdown_weight_transfer_engine() -> Message:
 def start_weight_update() -> Message:
     """Opens an update; the body is ignored, as in vLLM."""
     commands, workers = group_workers(whole_pool)
-    update_id = uuid.uuid4().hex
-
-    def action(index: int, first: Result) -> StartUpdate:
-        clock = first.get("clock", commands.pool_state.weights.clock)
-        return StartUpdate(
-            first.get("update_id", update_id), first.get("version"), clock, first.get("session"),
-            first.get("base_clock"),
-        )  # fmt: skip
-
-    def undo(first: Result) -> AbortUpdate:
-        reason = "another worker failed to start the update"
-        return AbortUpdate(first.get("update_id", update_id), reason)
-
+    action = StartUpdate(uuid.uuid4().hex, None, commands.pool_state.weights.clock)
+    undo = AbortUpdate(action.update_id, "another worker failed to start the update")
     commands.send_first_then_others(workers, action, undo=undo)
     return Message(message="Weight update started")
 
@@ -239,21 +229,10 @@ def _receive() -> Message:
     info = _update_info(decode_body(request.get_data(), OBJECT)["update_info"])
     tensors = _tensors_of(info)
     commands, workers = group_workers(whole_pool)
-    list_id = uuid.uuid4().hex
-
-    def action(index: int, first: Result) -> ReceiveTensors:
-        return ReceiveTensors(
-            first.get("list_id", list_id), tensors, info.packed, info.packed_buffer_size_bytes,
-            first.get("update_id"),
-        )  # fmt: skip
-
-    def undo(first: Result) -> AbortUpdate:
-        # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
-        return AbortUpdate(
-            first.get("update_id"), "another worker could not receive the tensors", "lists",
-            leaves=True,
-        )  # fmt: skip
-
+    action = ReceiveTensors(uuid.uuid4().hex, tensors, info.packed, info.packed_buffer_size_bytes)
+    # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
+    reason = "another worker could not receive the tensors"
+    undo = AbortUpdate(None, reason, "lists", leaves=True)
     try:
         first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     except Conflict:
@@ -261,11 +240,12 @@ def _receive() -> Message:
         raise
     except TitopoolError:
         # The first worker's group has ended.
-        commands.gather_outcomes(workers, undo({}))
+        commands.gather_outcomes(workers, undo)
         raise
+    undo = replace(undo, update_id=first["update_id"])
     with names_restarting_workers(commands, workers):
         commands.finish_step(
-            workers, "receive", first["list_id"], undo=undo(first), timeout_s=step_timeout_s()
+            workers, "receive", first["list_id"], undo=undo, timeout_s=step_timeout_s()
         )
     return Message(message="Weights updated")
 
@@ -336,23 +316,16 @@ def end_tensors(commands: CommandSender, workers: list[Worker], action: EndTenso
         TitopoolError: the tensors do not fit the model, or a worker failed. All workers drop the
             update.
     """
-
-    def action_for(index: int, first: Result) -> EndTensors:
-        return EndTensors(first.get("update_id"), action.is_last_call, action.label)
-
-    def undo(first: Result) -> AbortUpdate:
-        reason = "another worker could not end the update"
-        return AbortUpdate(first.get("update_id"), reason, "lists")
-
+    undo = AbortUpdate(None, "another worker could not end the update", "lists")
     try:
         first, *_ = commands.send_first_then_others(
-            workers, action_for, undo=undo, timeout_s=commit_timeout_s()
+            workers, action, undo=undo, timeout_s=commit_timeout_s()
         )
     except Conflict:
         # The first worker has changed nothing, or `undo` was sent.
         raise
     except TitopoolError:
         # The first worker has dropped the update.
-        commands.gather_outcomes(workers, undo({}))
+        commands.gather_outcomes(workers, undo)
         raise
     return first

@@ -10,7 +10,7 @@ from flask import Blueprint
 
 from app.call.service import current_service
 from app.control.recipients import all_workers, reachable_workers
-from app.pool.command_sender import Result, results_of, successful_results
+from app.pool.command_sender import results_of, successful_results
 from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.weights.bodies import LoadAdapterBody, UnloadAdapterBody
 from titopool.answers.weights import Adapter
@@ -52,11 +52,8 @@ def load_adapter(body: LoadAdapterBody) -> Adapter:
     if version is None:
         statuses = results_of(commands.gather_outcomes(workers, GetStatus()))
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
+    load = LoadAdapter(body.lora_name, version, body.lora_path)
     drop = DropAdapter(body.lora_name, version)
-
-    def load(index: int, first: Result) -> LoadAdapter:
-        return LoadAdapter(body.lora_name, version, body.lora_path, first.get("files", ""))
-
     commands.send_first_then_others(workers, load, undo=drop)
     # All workers have loaded the version; a worker that misses the switch learns of it from Hello.
     switch = SwitchAdapter(body.lora_name, version, next_clock(commands.pool_state.adapters.clock))

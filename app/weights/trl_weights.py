@@ -20,7 +20,7 @@ from app.control.recipients import (
     reachable_workers,
     step_timeout_s,
 )
-from app.pool.command_sender import Result, successful_results
+from app.pool.command_sender import successful_results
 from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.weights.bodies import TrlInitBody, TrlTensorBody
 from app.weights.trl_relay import is_of_this_host, start_relay
@@ -52,7 +52,7 @@ def init_communicator(body: TrlInitBody) -> Message:
         listens_at = listening_address()
         first_host = first_host if listens_at in WILDCARDS else listens_at
 
-    def join(index: int, _: Result) -> JoinGroup:
+    def join(index: int) -> JoinGroup:
         # The first worker listens; the other workers connect to its address.
         host = listens_at if index == 0 else first_host
         return JoinGroup(
@@ -101,16 +101,9 @@ def host_of(endpoint: str) -> str:
 def update_named_param(body: TrlTensorBody) -> Message:
     """Announces the tensor that the client sends after the response."""
     commands, workers = group_workers(all_workers)
-    update_id = uuid.uuid4().hex
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
-
-    def action(index: int, first: Result) -> ReceiveTensor:
-        clock = first.get("clock", commands.pool_state.weights.clock)
-        return ReceiveTensor(
-            tensor, first.get("update_id", update_id), first.get("version"), clock,
-            first.get("base_clock"),
-        )  # fmt: skip
-
+    clock = commands.pool_state.weights.clock
+    action = ReceiveTensor(tensor, uuid.uuid4().hex, None, clock)
     # The client cannot broadcast to a group that one worker has left.
     undo = LeaveGroup(None, "tensors")
     try:

@@ -21,7 +21,7 @@ from app.control.recipients import (
     restarting_workers,
     step_timeout_s,
 )
-from app.pool.command_sender import Result, successful_results
+from app.pool.command_sender import successful_results
 from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.weights.bodies import BeginBody, CloseBody, CommitBody, InitBody, WeightsAbortBody
 from titopool.answers.weights import Aborted, Begun, Closed, Committed, Joined
@@ -62,7 +62,7 @@ def init(body: InitBody) -> Joined:
     commands, workers = all_workers()
     size = check_world_size(body.world_size, workers)
 
-    def join(index: int, _: Result) -> JoinGroup:
+    def join(index: int) -> JoinGroup:
         return JoinGroup(
             body.session, "vllm", body.backend, body.host, body.port,
             1 + index * size, body.world_size, body.device_uuid,
@@ -96,15 +96,10 @@ def begin(body: BeginBody) -> Begun:
     tensors = tensors_of(body)
     commands, workers = group_workers(all_workers, is_begin=True)
     update_id = uuid.uuid4().hex
-
-    def action(index: int, first: Result) -> BeginUpdate:
-        version = first.get("version", body.version)
-        clock = first.get("clock", commands.pool_state.weights.clock)
-        return BeginUpdate(
-            body.session, update_id, version, clock, tensors, body.chunk_bytes, body.partial,
-            body.policy, first.get("base_clock"), body.checksum,
-        )  # fmt: skip
-
+    action = BeginUpdate(
+        body.session, update_id, body.version, commands.pool_state.weights.clock, tensors,
+        body.chunk_bytes, body.partial, body.policy, with_checksum=body.checksum,
+    )  # fmt: skip
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     shown = {name: first[name] for name in ("version", "missing", "ignored", "kept")}

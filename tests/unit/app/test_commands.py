@@ -122,9 +122,7 @@ def test_a_refusal_of_the_first_worker_stops_a_command():
 
     fake = FakePool(3, on_command)
     with pytest.raises(TitopoolError, match="another trainer's"):
-        fake.commands.send_first_then_others(
-            fake.commands.all_workers(), lambda index, first: GetStatus()
-        )
+        fake.commands.send_first_then_others(fake.commands.all_workers(), GetStatus())
     assert [endpoint for endpoint, _ in fake.sent] == ["w0"]
 
 
@@ -137,7 +135,7 @@ def test_a_refusal_of_another_worker_is_undone_at_all_workers():
     fake = FakePool(3, on_command)
     with pytest.raises(TitopoolError, match="no"):
         fake.commands.send_first_then_others(
-            fake.commands.all_workers(), lambda index, first: GetStatus(), undo=ApplyUpdate("undo")
+            fake.commands.all_workers(), GetStatus(), undo=ApplyUpdate("undo")
         )
     undone = [endpoint for endpoint, action in fake.sent if isinstance(action, ApplyUpdate)]
     assert undone == ["w0", "w1", "w2"]
@@ -178,7 +176,7 @@ def test_a_command_that_times_out_at_the_first_worker_is_undone_there():
     fake = FakePool(2, on_command)
     with pytest.raises(DeadlinePassed):
         fake.commands.send_first_then_others(
-            fake.commands.all_workers(), lambda index, first: GetStatus(),
+            fake.commands.all_workers(), GetStatus(),
             undo=ApplyUpdate("undo"), timeout_s=0.1,
         )  # fmt: skip
     assert fake.sent == [("w0", GetStatus()), ("w0", ApplyUpdate("undo"))]
