@@ -48,12 +48,11 @@ from titopool.answers.weights import Committed
 from titopool.errors import Conflict, InvalidRequest, TitopoolError
 from titopool.wire.commands import (
     AbortUpdate,
+    AnnounceTensors,
     EndTensors,
     JoinGroup,
     LeaveGroup,
     PrepareUpdate,
-    ReceiveTensors,
-    StartUpdate,
     TensorInfo,
 )
 from titopool.wire.pool_state import PauseMode
@@ -172,7 +171,7 @@ def shutdown_weight_transfer_engine() -> Message:
 def start_weight_update() -> Message:
     """Opens an update; the body is ignored, as in vLLM."""
     commands, workers = group_workers(whole_pool)
-    action = StartUpdate(uuid.uuid4().hex, None, commands.pool_state.weights.clock)
+    action = AnnounceTensors("lists", uuid.uuid4().hex, clock=commands.pool_state.weights.clock)
     undo = AbortUpdate(action.update_id, "another worker failed to start the update")
     commands.send_first_then_others(workers, action, undo=undo)
     return Message(message="Weight update started")
@@ -229,7 +228,10 @@ def _receive() -> Message:
     info = _update_info(decode_body(request.get_data(), OBJECT)["update_info"])
     tensors = _tensors_of(info)
     commands, workers = group_workers(whole_pool)
-    action = ReceiveTensors(uuid.uuid4().hex, tensors, info.packed, info.packed_buffer_size_bytes)
+    action = AnnounceTensors(
+        "lists", tensors=tensors, list_id=uuid.uuid4().hex, packed=info.packed,
+        packed_bytes=info.packed_buffer_size_bytes,
+    )  # fmt: skip
     # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
     reason = "another worker could not receive the tensors"
     undo = AbortUpdate(None, reason, "lists", leaves=True)

@@ -25,7 +25,7 @@ from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.weights.bodies import TrlInitBody, TrlTensorBody
 from app.weights.trl_relay import is_of_this_host, start_relay
 from titopool.errors import InvalidRequest, TitopoolError
-from titopool.wire.commands import JoinGroup, LeaveGroup, ReceiveTensor, TensorInfo
+from titopool.wire.commands import AnnounceTensors, JoinGroup, LeaveGroup, TensorInfo
 
 blueprint = Blueprint("trl_weights", __name__)
 
@@ -103,7 +103,7 @@ def update_named_param(body: TrlTensorBody) -> Message:
     commands, workers = group_workers(all_workers)
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
     clock = commands.pool_state.weights.clock
-    action = ReceiveTensor(tensor, uuid.uuid4().hex, None, clock)
+    action = AnnounceTensors("tensors", uuid.uuid4().hex, clock=clock, tensors=[tensor])
     # The client cannot broadcast to a group that one worker has left.
     undo = LeaveGroup(None, "tensors")
     try:

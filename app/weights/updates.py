@@ -28,7 +28,7 @@ from titopool.answers.weights import Aborted, Begun, Closed, Committed, Joined
 from titopool.errors import Conflict, InvalidRequest
 from titopool.wire.commands import (
     AbortUpdate,
-    BeginUpdate,
+    AnnounceTensors,
     JoinGroup,
     LeaveGroup,
     PrepareUpdate,
@@ -96,9 +96,10 @@ def begin(body: BeginBody) -> Begun:
     tensors = tensors_of(body)
     commands, workers = group_workers(all_workers, is_begin=True)
     update_id = uuid.uuid4().hex
-    action = BeginUpdate(
-        body.session, update_id, body.version, commands.pool_state.weights.clock, tensors,
-        body.chunk_bytes, body.partial, body.policy, with_checksum=body.checksum,
+    action = AnnounceTensors(
+        "named", update_id, body.version, commands.pool_state.weights.clock, session=body.session,
+        tensors=tensors, packed=body.chunk_bytes > 0, packed_bytes=body.chunk_bytes,
+        is_partial=body.partial, policy=body.policy, with_checksum=body.checksum,
     )  # fmt: skip
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)

@@ -2,7 +2,7 @@
 
 A command that two clients may send at once goes to the pool's first worker, and to the others once
 the first worker has accepted it. So the first worker decides between two trainers, through any front
-ends. Other commands go to all workers at once. `JoinGroup`, `ReceiveTensors`, `PrepareUpdate`,
+ends. Other commands go to all workers at once. `JoinGroup`, `AnnounceTensors`, `PrepareUpdate`,
 `ApplyUpdate`, `ClearCaches` and `FetchWeights` take long and are answered on
 acceptance. The answer to `AwaitStep` comes when such a step has ended.
 """
@@ -66,28 +66,6 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
     packed_bytes: int = PACKED_BYTES
 
 
-class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
-    """Receive these tensors, in this order, in the chunks of `titopool/wire/weight_plan.py`."""
-
-    session: str
-    update_id: str
-    # None: the worker's version plus one.
-    version: Version | None
-    # The latest clock of the pool's weights that the front end knows.
-    clock: Clock
-    tensors: list[TensorInfo]
-    # 0: each tensor is broadcast alone.
-    chunk_bytes: int
-    is_partial: bool
-    # The pause mode where generation must stand before the first tensor arrives; None: the
-    # worker's default.
-    policy: PauseMode | None = None
-    # The clock of the weights that a part of a model is added to; None: `clock`.
-    base_clock: Clock | None = None
-    # Whether the commit will ask for a checksum.
-    with_checksum: bool = False
-
-
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     """Stage the weights in a folder of safetensors files."""
 
@@ -101,46 +79,40 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     files: str = ""
 
 
-class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
-    """Receive this tensor next, in a broadcast of its own (TRL's client)."""
+class AnnounceTensors(msgspec.Struct, frozen=True, tag="announce_tensors"):
+    """Receive these tensors next, in this order, in the chunks of `titopool/wire/weight_plan.py`.
 
-    tensor: TensorInfo
-    # For the update that this tensor begins, if none has begun.
-    update_id: str
-    version: Version | None
-    clock: Clock
-    # The clock of the weights that a part of a model is added to; None: `clock`.
-    base_clock: Clock | None = None
-
-
-class StartUpdate(msgspec.Struct, frozen=True, tag="start_update"):
-    """Open an update of vLLM's routes, or continue one that still lacks parts of layers."""
-
-    # For a new update.
-    update_id: str
-    version: Version | None
-    clock: Clock
-    # The first worker's; None at the first worker.
-    session: str | None = None
-    # The clock of the weights that a part of a model is added to; None: `clock`.
-    base_clock: Clock | None = None
-
-
-class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
-    """Receive these tensors next, for the update of vLLM's routes.
-
-    The list that is being received, or was received last, is not received twice: a client repeats a
-    call whose connection was cut.
+    "named": they are all of the update that begins. "tensors": one tensor, which begins an update if
+    none has begun. "lists": without a `list_id` an update begins, or goes on that lacks parts of
+    layers, and each list has an id. The list that is being received, or was received last, is not
+    received twice: a client repeats a call whose connection was cut.
     """
 
-    list_id: str
-    # Empty: the last list of the session.
-    tensors: list[TensorInfo]
-    # None: as the session says.
+    calls: Calls
+    # What begins. Of a list: the first worker's update; "" at the first worker.
+    update_id: str = ""
+    # None: the worker's version plus one.
+    version: Version | None = None
+    # The latest clock of the pool's weights that the front end knows.
+    clock: Clock = 0
+    # The clock of the weights that a part of a model is added to; None: `clock`.
+    base_clock: Clock | None = None
+    # "": that of such a trainer, at the first worker.
+    session: str = ""
+    # Of a list, empty: the last list of the session.
+    tensors: list[TensorInfo] = []
+    list_id: str = ""
+    # Whether the tensors come in chunks, of how many bytes, else each in a broadcast of its own. None:
+    # as the session says.
     packed: bool | None = None
     packed_bytes: int | None = None
-    # The first worker's; None at the first worker.
-    update_id: str | None = None
+    # Of "named", here and below.
+    is_partial: bool = False
+    # The pause mode where generation must stand before the first tensor arrives; None: the
+    # worker's default.
+    policy: PauseMode | None = None
+    # Whether the commit will ask for a checksum.
+    with_checksum: bool = False
 
 
 class EndTensors(msgspec.Struct, frozen=True, tag="end_tensors"):
@@ -343,11 +315,8 @@ class GetStatus(msgspec.Struct, frozen=True, tag="get_status"):
 
 Action = (
     JoinGroup
-    | BeginUpdate
     | BeginFolder
-    | ReceiveTensor
-    | StartUpdate
-    | ReceiveTensors
+    | AnnounceTensors
     | EndTensors
     | PrepareUpdate
     | ApplyUpdate

@@ -18,10 +18,10 @@ from titopool.wire.commands import (
     AbortUpdate,
     AcceptInitialWeights,
     Action,
+    AnnounceTensors,
     ApplyUpdate,
     AwaitStep,
     BeginFolder,
-    BeginUpdate,
     ClearCaches,
     Command,
     CommandDone,
@@ -38,11 +38,8 @@ from titopool.wire.commands import (
     Pause,
     PrepareUpdate,
     ReadChecksums,
-    ReceiveTensor,
-    ReceiveTensors,
     Resume,
     SetLabel,
-    StartUpdate,
     SwitchAdapter,
     TryConnections,
     UnloadAdapter,
@@ -109,8 +106,8 @@ class Control:
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
             on_applied=on_changed, on_broken=on_broken,
         )  # fmt: skip
-        self._trl, self._stock = trl, stock = TrlTrainer(updates), StockTrainer(updates)
-        updates.trainers |= {"lists": stock, "tensors": trl}
+        self._trl, self._stock = TrlTrainer(updates), StockTrainer(updates)
+        updates.trainers |= {"lists": self._stock, "tensors": self._trl}
         self._peers = Peers(updates, listen_address)
         self._catch_up = CatchUp(
             self._pool, updates, self._pauses, engine=lambda: self._engine,
@@ -121,11 +118,8 @@ class Control:
         self._leader = b""
         self._methods: dict[type[Action], Callable[[Any], Awaitable[Result]]] = {
             JoinGroup: updates.join,
-            BeginUpdate: updates.begin,
             BeginFolder: updates.begin_folder,
-            ReceiveTensor: trl.receive_tensor,
-            StartUpdate: stock.start,
-            ReceiveTensors: stock.receive_tensors,
+            AnnounceTensors: updates.announce,
             EndTensors: self._end_tensors,
             PrepareUpdate: updates.prepare,
             ApplyUpdate: updates.apply,

@@ -12,13 +12,7 @@ import time
 import msgspec
 
 from titopool.errors import InvalidRequest, WeightUpdateFailed
-from titopool.wire.commands import (
-    EndTensors,
-    JoinGroup,
-    ReceiveTensors,
-    StartUpdate,
-    TensorInfo,
-)
+from titopool.wire.commands import AnnounceTensors, EndTensors, JoinGroup, TensorInfo
 from titopool.wire.pool_state import PoolWeights
 from workers.weights.checks import check_whole_layers, is_listening
 from workers.weights.state import Phase
@@ -30,13 +24,6 @@ LISTEN_TIMEOUT_S = 30.0
 LISTEN_POLL_S = 0.1
 
 
-class TensorList(msgspec.Struct, frozen=True):
-    """A list of tensors, and the size of its chunks in bytes; 0: one broadcast for each tensor."""
-
-    tensors: list[TensorInfo]
-    chunk_bytes: int
-
-
 class StockTrainer(Trainer):
     """How a trainer sends that calls vLLM's routes."""
 
@@ -46,8 +33,8 @@ class StockTrainer(Trainer):
         super().__init__(updates)
         # The update between its start and its end; "": none.
         self._started = ""
-        # The last list of the update in progress, and its id.
-        self._last: tuple[TensorList, str] | None = None
+        # The last list of the update in progress, with the bytes of its chunks, and its id.
+        self._last: tuple[tuple[list[TensorInfo], int], str] | None = None
         # The last tensors of the session.
         self._last_tensors: list[TensorInfo] = []
         # A first list that was not the whole model: a check of its own is wasted.
@@ -66,7 +53,7 @@ class StockTrainer(Trainer):
         )
 
     def begin_session(self) -> None:
-        self._forget_lists()
+        self._started, self._last = "", None
         self._last_tensors, self._listens = [], False
 
     async def check_address(self, action: JoinGroup) -> None:
@@ -139,27 +126,26 @@ class StockTrainer(Trainer):
 
     # ---- an update -------------------------------------------------------------------
 
-    async def start(self, action: StartUpdate) -> Result:
+    async def announce(self, action: AnnounceTensors) -> Result:
+        return await self._receive(action) if action.list_id else self._start(action)
+
+    def _start(self, action: AnnounceTensors) -> Result:
         """Opens an update, or continues one that lacks parts of layers; touches nothing."""
         what = "start_weight_update"
-        async with self.updates.accepting:
-            is_mine = action.session in (None, self.state.session)
-            if not self.has_session or not is_mine:
-                raise self.state.conflict(
-                    what, "a group of this worker; call init_weight_transfer_engine first"
-                )
-            update = self.update
-            if update is None:
-                self.state.check_session(what, self.state.session)
-                update = self.updates.new_update(action)
-                self.state.begin(self.state.session, update, time.monotonic())
-                self._forget_lists()
-            elif self._is_started or (action.session and action.update_id != update.update_id):
-                raise self.state.conflict(what, "no update; call finish_weight_update first")
-            self.state.touch(time.monotonic())
-            # The same list again, after a start, is another one.
-            self._started, self._last = update.update_id, None
-            self.updates.pauses.renew()
+        if not self.has_session or action.session not in ("", self.state.session):
+            raise self.state.conflict(
+                what, "a group of this worker; call init_weight_transfer_engine first"
+            )
+        update = self.update
+        if update is None:
+            self.state.check_session(what, self.state.session)
+            update = self.updates.begin(action, self.state.session)
+        elif self._is_started or (action.session and action.update_id != update.update_id):
+            raise self.state.conflict(what, "no update; call finish_weight_update first")
+        self.state.touch(time.monotonic())
+        # The same list again, after a start, is another one.
+        self._started, self._last = update.update_id, None
+        self.updates.pauses.renew()
         return self.updates.begun(update)
 
     def _started_update(self, what: str, update_id: str | None) -> PoolWeights:
@@ -171,45 +157,18 @@ class StockTrainer(Trainer):
         update = self.update
         if update is None or not self._is_started:
             raise self.state.conflict(what, "an update; call start_weight_update first")
-        if update_id not in (None, update.update_id):
+        if update_id and update_id != update.update_id:
             raise self.state.conflict(what, f"update {update_id}")
         return update
 
-    async def receive_tensors(self, action: ReceiveTensors) -> Result:
+    async def _receive(self, action: AnnounceTensors) -> Result:
         """Checks a list and starts to receive it; `AwaitStep("receive", list_id)` waits for the end.
 
         Raises:
             InvalidRequest: a name, shape or dtype does not fit. The update and the group end,
                 because the trainer is in its first broadcast already.
         """
-        async with self.updates.accepting:
-            update = self._started_update("update_weights", action.update_id)
-            wanted = self._wanted(action)
-            if self._last is not None and wanted == self._last[0]:
-                return self._accepted(update, self._last[1])
-            if self.is_receiving_list:
-                raise self.state.conflict("update_weights", "the end of the list before")
-            if self.updates.staging == IN_PLACE:
-                raise self.state.conflict(
-                    "update_weights", "finish_weight_update, as all tensors went in place"
-                )
-            self.updates.pauses.renew()
-            self.state.touch(time.monotonic())
-            async with self.updates.ends_on_failure("the tensors were refused", keeps_group=False):
-                is_whole = await self._check_first(wanted.tensors)
-                not_in_place = "" if is_whole else "a list without all tensors of the model"
-                await self.updates.take(wanted.tensors, wanted.chunk_bytes, not_in_place)
-                if self.state.update is not update:
-                    raise WeightUpdateFailed(f"the update ended; {self.state.describe()}")
-            self._last, self._last_tensors = (wanted, action.list_id), wanted.tensors
-            self.steps.start("receive", action.list_id, self._run_receive(update))
-        return self._accepted(update, action.list_id)
-
-    def _accepted(self, update: PoolWeights, list_id: str) -> Result:
-        return {"update_id": update.update_id, "list_id": list_id}
-
-    def _wanted(self, action: ReceiveTensors) -> TensorList:
-        assert self.updates.group is not None
+        update = self._started_update("update_weights", action.update_id)
         tensors = action.tensors or self._last_tensors
         if not tensors:
             raise InvalidRequest(
@@ -217,10 +176,26 @@ class StockTrainer(Trainer):
                 "that an empty one could repeat; send the names",
                 param="update_info",
             )
-        group = self.updates.group
-        is_packed = group.packed if action.packed is None else action.packed
-        size = group.packed_bytes if action.packed_bytes is None else action.packed_bytes
-        return TensorList(tensors, size if is_packed else 0)
+        wanted = tensors, self.updates.chunk_bytes_of(action)
+        if self._last is not None and wanted == self._last[0]:
+            return {"update_id": update.update_id, "list_id": self._last[1]}
+        if self.is_receiving_list:
+            raise self.state.conflict("update_weights", "the end of the list before")
+        if self.updates.staging == IN_PLACE:
+            raise self.state.conflict(
+                "update_weights", "finish_weight_update, as all tensors went in place"
+            )
+        self.updates.pauses.renew()
+        self.state.touch(time.monotonic())
+        async with self.updates.ends_on_failure("the tensors were refused", keeps_group=False):
+            is_whole = await self._check_first(tensors)
+            not_in_place = "" if is_whole else "a list without all tensors of the model"
+            await self.updates.take(*wanted, not_in_place)
+            if self.state.update is not update:
+                raise WeightUpdateFailed(f"the update ended; {self.state.describe()}")
+        self._last, self._last_tensors = (wanted, action.list_id), tensors
+        self.steps.start("receive", action.list_id, self._run_receive(update))
+        return {"update_id": update.update_id, "list_id": action.list_id}
 
     async def _check_first(self, tensors: list[TensorInfo]) -> bool:
         """Checks the first list of an update as a whole, before anything is received.
@@ -282,6 +257,3 @@ class StockTrainer(Trainer):
                     await self.updates.set_aside()
         split = fit["split_layers"]
         return {"update_id": update.update_id, "is_ready": not split, "split_layers": split}
-
-    def _forget_lists(self) -> None:
-        self._started, self._last = "", None

@@ -9,10 +9,7 @@ import logging
 import time
 
 from titopool.errors import Conflict, TitopoolError, WeightUpdateFailed
-from titopool.wire.commands import (
-    PrepareUpdate,
-    ReceiveTensor,
-)
+from titopool.wire.commands import AnnounceTensors, PrepareUpdate
 from titopool.wire.pool_state import PoolWeights
 from workers.weights.state import Phase
 from workers.weights.steps import Result
@@ -32,20 +29,24 @@ class TrlTrainer(Trainer):
 
     # ---- receiving -------------------------------------------------------------------
 
-    async def receive_tensor(self, action: ReceiveTensor) -> Result:
+    async def announce(self, action: AnnounceTensors) -> Result:
         """Receives one more tensor; the first one begins an update."""
-        tensor = action.tensor
-        async with self.updates.accepting:
-            await self._await_session()
-            await self._commit_if_next(action)
-            update = self._begin_or_continue(action)
-            # A refused tensor ends the update, which would be incomplete without it.
-            async with self.updates.ends_on_failure(f"{tensor.name} was refused"):
-                await self.updates.take([tensor], 0, "one tensor at a time")
-            if self.state.update is not update:
-                raise WeightUpdateFailed(
-                    f"the update ended while {tensor.name} was received; {self.state.describe()}"
-                )
+        (tensor,) = action.tensors
+        await self._await_session()
+        await self._commit_if_next(action, tensor.name)
+        if update := self.update:
+            self.state.touch(time.monotonic())
+        else:
+            update = self.updates.begin(action, self.state.session)
+        # A refused tensor ends the update, which would be incomplete without it.
+        async with self.updates.ends_on_failure(f"{tensor.name} was refused"):
+            await self.updates.take(
+                [tensor], self.updates.chunk_bytes_of(action), "one tensor at a time"
+            )
+        if self.state.update is not update:
+            raise WeightUpdateFailed(
+                f"the update ended while {tensor.name} was received; {self.state.describe()}"
+            )
         return self.updates.begun(update)
 
     async def _await_session(self) -> None:
@@ -63,8 +64,8 @@ class TrlTrainer(Trainer):
             # TRL's client sends tensors as soon as its own rank has joined.
             await self.steps.wait("join", self.state.session)
 
-    async def _commit_if_next(self, action: ReceiveTensor) -> None:
-        """Commits a complete update if the tensor belongs to the next update.
+    async def _commit_if_next(self, action: AnnounceTensors, name: str) -> None:
+        """Commits a complete update if the tensor `name` belongs to the next update.
 
         At the first worker, a tensor of the next update has a name that was announced before. For
         the other workers, the first worker's clock decides: they commit when it has committed.
@@ -74,18 +75,10 @@ class TrlTrainer(Trainer):
         update = self.update
         if update is None:
             return
-        is_repeated = action.tensor.name in self.updates.told
+        is_repeated = name in self.updates.told
         is_behind_first = action.version is not None and update.clock != action.clock + 1
         if (is_repeated or is_behind_first) and not (await self.updates.fit())["missing"]:
             await self._commit(update)
-
-    def _begin_or_continue(self, action: ReceiveTensor) -> PoolWeights:
-        if update := self.update:
-            self.state.touch(time.monotonic())
-            return update
-        update = self.updates.new_update(action)
-        self.state.begin(self.state.session, update, time.monotonic())
-        return update
 
     # ---- finishing -------------------------------------------------------------------
 

@@ -26,16 +26,14 @@ from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
     AbortUpdate,
     AcceptInitialWeights,
+    AnnounceTensors,
     ApplyUpdate,
     BeginFolder,
-    BeginUpdate,
     Calls,
     ClearCaches,
     JoinGroup,
     LeaveGroup,
     PrepareUpdate,
-    ReceiveTensor,
-    StartUpdate,
     TensorInfo,
 )
 from titopool.wire.distributions import Durations
@@ -256,29 +254,45 @@ class Updates:
 
     # ---- an update: begin ------------------------------------------------------------
 
-    async def begin(self, action: BeginUpdate) -> Result:
-        """Checks the announced tensors and starts to receive them."""
+    async def announce(self, action: AnnounceTensors) -> Result:
+        """Begins an update, or receives more of its tensors."""
         async with self.accepting:
-            self.state.check_session("begin", action.session)
-            self._check_pause_mode(action.policy or self.default_pause_mode)
-            if action.is_partial:
-                self.check_base(self._base_of(action))
-            tensors = msgspec.msgpack.encode(action.tensors)
-            async with self.ends_on_failure("the update did not begin", but_for=InvalidRequest):
-                fits = await self.call(
-                    "begin", tensors, action.is_partial, action.chunk_bytes,
-                    self.config.weight_staging, "a checksum" if action.with_checksum else "",
-                )  # fmt: skip
-            check_whole_layers(fits[0]["split_layers"])
-            update = self.new_update(action)
-            self.state.begin(action.session, update, time.monotonic())
-            self.staging = staging_of(fits)
-            if self.staging in STANDING:
-                policy = action.policy or self.default_pause_mode
-                self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
-            self._fit = self._num_told, fits[0]
+            return await self.trainers[action.calls].announce(action)
+
+    async def begin_with(self, action: AnnounceTensors) -> Result:
+        """Begins an update of these tensors, checks them and starts to receive them."""
+        self.state.check_session("begin", action.session)
+        self._check_pause_mode(action.policy or self.default_pause_mode)
+        if action.is_partial:
+            self.check_base(self._base_of(action))
+        tensors = msgspec.msgpack.encode(action.tensors)
+        async with self.ends_on_failure("the update did not begin", but_for=InvalidRequest):
+            fits = await self.call(
+                "begin", tensors, action.is_partial, self.chunk_bytes_of(action),
+                self.config.weight_staging, "a checksum" if action.with_checksum else "",
+            )  # fmt: skip
+        check_whole_layers(fits[0]["split_layers"])
+        update = self.begin(action, action.session)
+        self._fit, self.staging = (self._num_told, fits[0]), staging_of(fits)
+        if self.staging in STANDING:
+            policy = action.policy or self.default_pause_mode
+            self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
         kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
         return {**self.begun(update), "staging": self.staging, **kept}
+
+    def chunk_bytes_of(self, action: AnnounceTensors) -> int:
+        """Bytes of the chunks in which the tensors come; 0: one broadcast for each tensor."""
+        assert self.group is not None
+        is_packed = self.group.packed if action.packed is None else action.packed
+        size = self.group.packed_bytes if action.packed_bytes is None else action.packed_bytes
+        return size if is_packed else 0
+
+    def begin(self, action: AnnounceTensors, session: str) -> PoolWeights:
+        """Begins an update whose tensors come from the group of `session`."""
+        self.base_clock = self._base_of(action)
+        update = self.new_update(action)
+        self.state.begin(session, update, time.monotonic())
+        return update
 
     def begun(self, update: PoolWeights) -> Result:
         """What the other workers must know of an update that the first one has accepted."""
@@ -364,7 +378,7 @@ class Updates:
 
     def new_update(
         self,
-        action: BeginUpdate | BeginFolder | ReceiveTensor | StartUpdate,
+        action: AnnounceTensors | BeginFolder,
         folder: str = "",
         files: str = "",
         clock: int | None = None,
@@ -374,14 +388,12 @@ class Updates:
         self._base_version = self.pool.weights.version
         self.staging = "folder" if folder else ""
         self.told, self._num_told, self._fit = {}, 0, (-1, {})
-        if not isinstance(action, BeginFolder):
-            self.base_clock = self._base_of(action)
         if clock is None:
             clock = next_clock(max(self.pool.weights.clock, action.clock))
         version = self.pool.weights.version + 1 if action.version is None else action.version
         return PoolWeights(clock, action.update_id, version, False, folder, files)
 
-    def _base_of(self, action: BeginUpdate | ReceiveTensor | StartUpdate) -> int:
+    def _base_of(self, action: AnnounceTensors) -> int:
         """The clock of the pool's last weights, as far as the first worker and the front end know.
 
         It is not always the update's clock less one: the first change has the time of day.
@@ -831,6 +843,10 @@ class Trainer:
         # timeout of a step.
         is_same_gpu = newcomer is not None and group.device_uuid == newcomer.device_uuid != ""
         return is_same_gpu or self.state.idle_s(time.monotonic()) > updates.timeout_s
+
+    async def announce(self, action: AnnounceTensors) -> Result:
+        """Called for an announcement; the caller has the lock."""
+        return await self.updates.begin_with(action)
 
     def check_prepare(self, update_id: str) -> None:
         """Raises Conflict if the update has not ended."""

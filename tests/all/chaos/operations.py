@@ -154,23 +154,25 @@ ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     "group update": (
         Trainer.group_update,
         (
-            "JoinGroup", "AwaitStep(join)", "BeginUpdate", "PrepareUpdate", "AwaitStep(prepare)",
+            "JoinGroup", "AwaitStep(join)", "AnnounceTensors", "PrepareUpdate", "AwaitStep(prepare)",
             "ApplyUpdate", "AwaitStep(apply)", "LeaveGroup",
         ),
     ),
     "TRL's update": (
-        Trainer.trl_update, ("JoinGroup", "ReceiveTensor", "EndTensors", "AwaitStep(finish)"),
+        Trainer.trl_update, ("JoinGroup", "AnnounceTensors", "EndTensors", "AwaitStep(finish)"),
     ),
     "vLLM's update": (
         Trainer.stock_update,
         (
-            "JoinGroup", "AwaitStep(join)", "StartUpdate", "ReceiveTensors", "AwaitStep(receive)",
+            "JoinGroup", "AwaitStep(join)", "AnnounceTensors(start)",
+            "AnnounceTensors(list)", "AwaitStep(receive)",
             "EndTensors", "PrepareUpdate", "AwaitStep(prepare)", "ApplyUpdate", "AwaitStep(apply)",
             "LeaveGroup",
         ),
     ),
     "trainer vanishes": (
-        Trainer.vanish, ("JoinGroup", "StartUpdate", "ReceiveTensors", "AwaitStep(receive)"),
+        Trainer.vanish, ("JoinGroup", "AnnounceTensors(start)",
+            "AnnounceTensors(list)", "AwaitStep(receive)"),
     ),
     "pause": (Trainer.pause, ("Pause", "Resume")),
     "adapter": (Trainer.adapter, ("LoadAdapter", "SwitchAdapter", "UnloadAdapter")),

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness import stub_worker
 from harness.stub_worker import StubEngine
-from titopool.wire.commands import AwaitStep, Command, CommandDone
+from titopool.wire.commands import AnnounceTensors, AwaitStep, Command, CommandDone
 from titopool.wire.messages import Chunk, Job, JobProgress
 from workers.engine.base import Generated, OnChunk, Slots
 from workers.serving.server import WorkerServer
@@ -86,6 +86,8 @@ class Points:
         name = type(action).__name__
         if isinstance(action, AwaitStep):
             name += f"({action.step})"
+        if isinstance(action, AnnounceTensors) and action.calls == "lists":
+            name += "(list)" if action.list_id else "(start)"
         await self._reach(f"{name}:before")
         done = await self._answer_command(command, identity)
         await self._reach(f"{name}:after")

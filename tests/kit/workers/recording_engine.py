@@ -9,8 +9,8 @@ from titopool.errors import WeightUpdateFailed
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
     Action,
+    AnnounceTensors,
     AwaitStep,
-    BeginUpdate,
     Command,
     CommandDone,
     GetStatus,
@@ -24,6 +24,14 @@ from workers.serving.front_end_queues import FrontEndQueues
 
 TIMEOUT_S = 0.8
 TENSORS = [TensorInfo("w", "float32", [2, 2])]
+
+
+def announcement(update_id: str, version: int | None = None, **fields: Any) -> AnnounceTensors:
+    """Begins an update of `TENSORS` in session s."""
+    return AnnounceTensors(
+        "named", update_id, version, 1, session="s", tensors=TENSORS, packed=True, packed_bytes=100,
+        **fields,
+    )  # fmt: skip
 
 
 class RecordingEngine:
@@ -125,7 +133,7 @@ class Worker:
     async def begin(self) -> None:
         await self.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
         await self.good(AwaitStep("join", "s"))
-        await self.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        await self.good(announcement("u", 7))
 
     async def state(self) -> str:
         return str((await self.good(GetStatus()))["state"])

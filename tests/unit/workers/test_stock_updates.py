@@ -7,13 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.kit.workers.recording_engine import TIMEOUT_S, RecordingEngine, Worker, run
+from tests.kit.workers.recording_engine import (
+    TIMEOUT_S,
+    RecordingEngine,
+    Worker,
+    announcement,
+    run,
+)
 from titopool.errors import InvalidRequest, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
+    AnnounceTensors,
     ApplyUpdate,
     AwaitStep,
-    BeginUpdate,
     ClearCaches,
     EndTensors,
     GetStatus,
@@ -21,10 +27,8 @@ from titopool.wire.commands import (
     LeaveGroup,
     Pause,
     PrepareUpdate,
-    ReceiveTensors,
     Resume,
     SetLabel,
-    StartUpdate,
     TensorInfo,
 )
 from titopool.wire.pool_state import PoolWeights
@@ -32,6 +36,10 @@ from workers.weights import stock
 
 Q, K, V, NORM = (TensorInfo(name, "float32", [2, 2]) for name in ("q", "k", "v", "norm"))
 LAYER, MODEL = [Q, K, V], [Q, K, V, NORM]
+
+
+def receive(list_id: str, tensors: list[TensorInfo], **fields: Any) -> AnnounceTensors:
+    return AnnounceTensors("lists", list_id=list_id, tensors=tensors, **fields)
 
 
 class ModelEngine(RecordingEngine):
@@ -100,10 +108,10 @@ class StockWorker(Worker):
         await self.good(AwaitStep("join", session))
 
     async def start(self, update_id: str = "u") -> dict[str, Any]:
-        return await self.good(StartUpdate(update_id, None, 0))
+        return await self.good(AnnounceTensors("lists", update_id))
 
     async def send(self, tensors: list[TensorInfo], name: str = "list", **fields: Any) -> None:
-        accepted = await self.good(ReceiveTensors(name, tensors, **fields))
+        accepted = await self.good(receive(name, tensors, **fields))
         await self.good(AwaitStep("receive", accepted["list_id"]))
 
     async def end(self, label: str = "") -> dict[str, Any]:
@@ -189,7 +197,7 @@ def test_an_empty_list_repeats_the_last_list_of_the_session_only(port: int):
     async def story(worker: StockWorker) -> None:
         await worker.init()
         await worker.start()
-        done = await worker.ask(ReceiveTensors("list", []))
+        done = await worker.ask(receive("list", []))
         assert (done.code, "send the names" in done.message) == ("invalid_request", True)
         await worker.send(LAYER)
         await worker.end()
@@ -200,7 +208,7 @@ def test_an_empty_list_repeats_the_last_list_of_the_session_only(port: int):
         await worker.commit("u2")
         await worker.init("s2")
         await worker.start("u3")
-        assert (await worker.ask(ReceiveTensors("third", []))).code == "invalid_request"
+        assert (await worker.ask(receive("third", []))).code == "invalid_request"
 
     worker = run(story, StockWorker(port))  # type: ignore[arg-type]
     assert worker.engine.taken == [(["q", "k", "v"], 0)] * 2
@@ -211,9 +219,9 @@ def test_a_repeated_list_joins_its_step_and_is_not_received_twice(port: int):
         await worker.init()
         await worker.start()
         worker.engine.waits = True
-        first = await worker.good(ReceiveTensors("one", MODEL))
-        assert await worker.good(ReceiveTensors("two", MODEL)) == first
-        other = await worker.ask(ReceiveTensors("three", [NORM]))
+        first = await worker.good(receive("one", MODEL))
+        assert await worker.good(receive("two", MODEL)) == first
+        other = await worker.ask(receive("three", [NORM]))
         assert (other.code, "the end of the list before" in other.message) == ("conflict", True)
         assert (await worker.ask(EndTensors())).code == "conflict"
         while not (awaited := (await worker.good(GetStatus()))["awaited"]):
@@ -227,7 +235,7 @@ def test_a_repeated_list_joins_its_step_and_is_not_received_twice(port: int):
         await worker.good(AwaitStep("receive", "one"))
         assert (await worker.good(GetStatus()))["awaited"] is None
         # The connection may have been cut just before the answer.
-        assert await worker.good(ReceiveTensors("four", MODEL)) == first
+        assert await worker.good(receive("four", MODEL)) == first
         await worker.end()
         await worker.commit()
 
@@ -291,18 +299,18 @@ def test_calls_in_a_wrong_order_change_nothing(port: int):
             done = await worker.ask(action)
             assert (done.code, text in done.message) == ("conflict", True), done
 
-        start, receive = StartUpdate("u", None, 0), ReceiveTensors("l", MODEL)
+        start, listed = AnnounceTensors("lists", "u"), receive("l", MODEL)
         await refused(start, "call init_weight_transfer_engine first")
-        await refused(receive, "call start_weight_update first")
+        await refused(listed, "call start_weight_update first")
         await refused(EndTensors(), "call start_weight_update first")
         await worker.init()
-        await refused(receive, "call start_weight_update first")
+        await refused(listed, "call start_weight_update first")
         await refused(EndTensors(), "call start_weight_update first")
         await worker.start()
-        await refused(StartUpdate("u2", None, 0), "call finish_weight_update first")
+        await refused(AnnounceTensors("lists", "u2"), "call finish_weight_update first")
         await refused(LeaveGroup(None, "lists"), "no update")
         await refused(PrepareUpdate("u", None), "call of finish_weight_update first")
-        await refused(BeginUpdate("s", "u3", None, 1, MODEL, 100, False), "without an update")
+        await refused(announcement("u3"), "without an update")
         # An update without tensors.
         assert await worker.end() == {"update_id": None, "is_ready": False, "split_layers": ""}
         await refused(EndTensors(), "call start_weight_update first")
@@ -322,13 +330,13 @@ def test_the_first_update_of_a_pool_may_be_a_part_at_every_worker(port: int):
     async def story(worker: StockWorker) -> None:
         await worker.init()
         # As the front end tells the second worker: without a known change the clock is the time.
-        begun = StartUpdate("u", 1, 1_700_000_000, "s", base_clock=0)
+        begun = AnnounceTensors("lists", "u", 1, 1_700_000_000, 0, "s")
         assert (await worker.good(begun))["clock"] == 1_700_000_000
         await worker.send(LAYER)
         await worker.end()
         await worker.commit()
         # This worker has missed an update that the front end knows of.
-        await worker.good(StartUpdate("u2", 3, 1_700_000_005, "s", base_clock=1_700_000_005))
+        await worker.good(AnnounceTensors("lists", "u2", 3, 1_700_000_005, 1_700_000_005, "s"))
         await worker.send(LAYER)
         await worker.end()
         await worker.good(PrepareUpdate("u2", None))
@@ -342,10 +350,10 @@ def test_the_first_update_of_a_pool_may_be_a_part_at_every_worker(port: int):
 def test_another_worker_s_update_is_refused(port: int):
     async def story(worker: StockWorker) -> None:
         await worker.init()
-        done = await worker.ask(StartUpdate("u", None, 0, session="other"))
+        done = await worker.ask(AnnounceTensors("lists", "u", session="other"))
         assert done.code == "conflict"
         await worker.start()
-        done = await worker.ask(ReceiveTensors("l", MODEL, update_id="other"))
+        done = await worker.ask(receive("l", MODEL, update_id="other"))
         assert (done.code, "update other" in done.message) == ("conflict", True)
         assert (await worker.ask(EndTensors("other"))).code == "conflict"
 
@@ -360,7 +368,7 @@ def test_a_refused_list_ends_the_group_because_the_trainer_sends_already(port: i
         await worker.init()
         await worker.start()
         worker.engine.refuses = "norm"
-        done = await worker.ask(ReceiveTensors("l", MODEL))
+        done = await worker.ask(receive("l", MODEL))
         assert done.code == "invalid_request"
         assert await worker.state() == "closed"
         worker.engine.refuses = ""
@@ -397,7 +405,7 @@ def test_tensors_that_do_not_come_end_the_update_and_the_group_at_the_deadline(p
         await worker.init()
         await worker.start()
         worker.engine.waits = True
-        await worker.good(ReceiveTensors("l", MODEL))
+        await worker.good(receive("l", MODEL))
         done = await worker.ask(AwaitStep("receive", "l"))
         assert (done.code, "not within 0.8 s" in done.message) == ("deadline_passed", True)
         assert "rank 1 waits for q" in done.message
@@ -412,7 +420,7 @@ def test_a_trainer_that_dies_while_it_sends_ends_the_update():
         await worker.init(port=listening.getsockname()[1])
         await worker.start()
         worker.engine.waits = True
-        await worker.good(ReceiveTensors("l", MODEL))
+        await worker.good(receive("l", MODEL))
         listening.close()
         done = await worker.ask(AwaitStep("receive", "l"))
         assert (done.code, "the trainer is gone" in done.message) == ("conflict", True), done
@@ -426,7 +434,7 @@ def test_a_receiver_that_fails_ends_the_update_with_its_error(port: int):
         await worker.init()
         await worker.start()
         worker.engine.waits = True
-        await worker.good(ReceiveTensors("l", MODEL))
+        await worker.good(receive("l", MODEL))
         worker.engine.status["error"] = "the peer is gone"
         done = await worker.ask(AwaitStep("receive", "l"))
         assert (done.code, "the peer is gone" in done.message) == (WeightUpdateFailed.code, True)
@@ -451,7 +459,7 @@ def test_an_abort_at_another_worker_keeps_the_group_between_lists(port: int):
         assert await worker.state() == "open"
         await worker.start("u3")
         worker.engine.waits = True
-        await worker.good(ReceiveTensors("l", MODEL))
+        await worker.good(receive("l", MODEL))
         await worker.good(AbortUpdate(None, "another worker failed", "lists", leaves=True))
         assert await worker.state() == "closed"
 
@@ -464,7 +472,7 @@ def test_an_undo_of_an_earlier_trainer_s_call_leaves_the_next_trainer_s_group(po
         await worker.init()
         await worker.start()
         worker.engine.waits = True
-        await worker.good(ReceiveTensors("l", MODEL))
+        await worker.good(receive("l", MODEL))
         # The same trainer, which has given up its call.
         await worker.init("s2")
         undo = AbortUpdate(
@@ -507,7 +515,7 @@ def test_generation_does_not_resume_between_the_pause_and_the_end_of_an_update(p
         worker.engine.staging = "kv"
         # Both in one turn of the loop.
         await asyncio.gather(
-            worker.good(Resume()), worker.good(ReceiveTensors("l", MODEL)), worker.good(Resume())
+            worker.good(Resume()), worker.good(receive("l", MODEL)), worker.good(Resume())
         )
         calls = worker.engine.calls
         assert "resume" not in calls[calls.index("receive") :]
@@ -599,7 +607,7 @@ def test_a_session_of_titopool_s_client_is_not_replaced(port: int):
             done = await worker.ask(worker.group("s", other.getsockname()[1]))
         assert done.code == "conflict"
         # vLLM's calls mean vLLM's sessions only.
-        assert (await worker.ask(StartUpdate("u", None, 0))).code == "conflict"
+        assert (await worker.ask(AnnounceTensors("lists", "u"))).code == "conflict"
         undo = AbortUpdate(None, "not mine", "lists", leaves=True)
         assert (await worker.ask(undo)).code == "conflict"
         assert (await worker.good(GetStatus()))["session"] == "own"

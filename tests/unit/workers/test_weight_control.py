@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from tests.kit.workers.recording_engine import TENSORS, Worker, pool_state, run
+from tests.kit.workers.recording_engine import Worker, announcement, pool_state, run
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
@@ -18,7 +18,6 @@ from titopool.wire.commands import (
     ApplyUpdate,
     AwaitStep,
     BeginFolder,
-    BeginUpdate,
     Command,
     EndTensors,
     GetStatus,
@@ -84,7 +83,7 @@ def test_a_tied_head_that_was_trained_leaves_the_old_weights(protocol: Any):
             await worker.good(AwaitStep("join", "s"))
             for update_id, ignored in (("u", []), ("v", ["lm_head.weight"])):
                 worker.engine.ignored = ignored
-                await worker.good(BeginUpdate("s", update_id, None, 1, TENSORS, 100, False))
+                await worker.good(announcement(update_id))
                 await worker.good(PrepareUpdate(update_id, "keep"))
                 worker.engine.head_error = InvalidRequest("lm_head.weight: staged")
                 done = await worker.ask(AwaitStep("prepare", update_id))
@@ -119,7 +118,7 @@ def test_a_trainer_that_takes_over_resumes_generation_after_the_kv_cache_is_clea
         await worker.good(join)
         await worker.good(AwaitStep("join", "s"))
         worker.engine.status["num_received"] = 0
-        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        await worker.good(announcement("u", 7))
         while "clear" not in worker.engine.calls:
             await asyncio.sleep(0.01)
         await worker.good(msgspec.structs.replace(join, session="s2"))
@@ -133,7 +132,7 @@ def test_a_policy_that_cannot_be_followed_is_refused_before_anything_is_sent():
         worker.engine.staging, worker.engine.can_keep = "kv", False
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
         await worker.good(AwaitStep("join", "s"))
-        done = await worker.ask(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False, "keep"))
+        done = await worker.ask(announcement("u", 7, policy="keep"))
         assert (done.code, "policy" in done.message) == ("invalid_request", True)
         assert await worker.state() == "open"
 
@@ -190,7 +189,7 @@ def test_weights_in_place_are_loaded_while_generation_stands_and_then_committed(
         assert 0 < totals.paused_s <= totals.update_s < 20
         # The next one may end without harm before its first byte.
         worker.engine.status["num_received"] = 0
-        await worker.good(BeginUpdate("s", "u2", 8, 1, TENSORS, 100, False))
+        await worker.good(announcement("u2", 8))
         while worker.engine.calls.count("receive") < 2:
             await asyncio.sleep(0.01)
         await worker.good(AbortUpdate("u2", "the trainer gave up"))
@@ -225,7 +224,7 @@ def test_an_update_in_place_that_ends_ends_the_worker(stage: dict[str, Any], end
         vars(worker.engine).update(stage)
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2, "gpu"))
         await worker.good(AwaitStep("join", "s"))
-        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        await worker.good(announcement("u", 7))
         while "load" not in worker.engine.calls:
             await asyncio.sleep(0.01)
         if end is not None:
@@ -256,7 +255,7 @@ def test_refused_tensors_keep_the_group_and_a_failure_closes_it(error: TitopoolE
             port = trainer.getsockname()[1]
             await worker.good(JoinGroup("s", "vllm", "gloo", "127.0.0.1", port, 1, 2))
             await worker.good(AwaitStep("join", "s"))
-            done = await worker.ask(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+            done = await worker.ask(announcement("u", 7))
         assert done.code == error.code
         assert await worker.state() == state
 
@@ -270,7 +269,7 @@ def test_a_trainer_with_an_nccl_id_need_not_listen():
         await worker.good(join)
         await worker.good(AwaitStep("join", "s"))
         assert worker.engine.join_args["nccl_id"] == bytes(range(128))
-        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        await worker.good(announcement("u", 7))
         # The watch looks for a trainer that is gone several times.
         await asyncio.sleep(0.6)
         assert await worker.state() == "receiving"
@@ -302,7 +301,7 @@ def test_what_an_update_waits_for_is_shown_and_logged_once_a_stall(
         status.update(is_joined=True, awaited=None)
         await worker.good(AwaitStep("join", "s"))
         assert await shown(worker) is None
-        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        await worker.good(announcement("u", 7))
         counts = {"num_received": 3, "num_announced": 9, "bytes_announced": 900}
         for num_bytes in (300, 600):
             waiting = {"rank": 1, "tensor": "w", **counts, "bytes_received": num_bytes}
@@ -531,10 +530,10 @@ def test_a_waiting_worker_accepts_only_complete_updates(tmp_path: Path):
     async def story(worker: Worker) -> None:
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
         await worker.good(AwaitStep("join", "s"))
-        done = await worker.ask(BeginUpdate("s", "u", 6, 3, TENSORS, 100, True))
+        done = await worker.ask(announcement("u", 6, is_partial=True))
         assert done.code == "conflict"
         assert "send a complete update" in done.message
-        await worker.good(BeginUpdate("s", "u", 6, 3, TENSORS, 100, False))
+        await worker.good(announcement("u", 6))
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
         await worker.good(ApplyUpdate("u"))
