@@ -39,8 +39,6 @@ class StockTrainer(Trainer):
         self._last_tensors: list[TensorInfo] = []
         # A first list that was not the whole model: a check of its own is wasted.
         self._incomplete: list[TensorInfo] = []
-        # Whether the trainer's store accepted connections after all ranks had joined.
-        self._listens = False
 
     # ---- the group -------------------------------------------------------------------
 
@@ -54,7 +52,7 @@ class StockTrainer(Trainer):
 
     def begin_session(self) -> None:
         self._started, self._last = "", None
-        self._last_tensors, self._listens = [], False
+        self._last_tensors = []
 
     async def check_address(self, action: JoinGroup) -> None:
         """Waits for the trainer to listen: a process that connects too early blocks in its store."""
@@ -74,27 +72,14 @@ class StockTrainer(Trainer):
             self.updates.call.awaited.observe([{"rank": action.rank, "missing_ranks": [0]}])
             await asyncio.sleep(LISTEN_POLL_S)
 
-    async def on_joined(self, action: JoinGroup) -> None:
-        if action.host:
-            self._listens = await is_listening(action.host, action.port)
-
     async def is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
-        """A trainer that closes nothing is replaced between its updates, and by its own address.
-
-        One whose store took no connection after the join is not gone because it takes none.
-        """
+        """A trainer that closes nothing is replaced between its updates, and by its own address."""
         group = self.updates.group
         if group is not None and newcomer is not None and newcomer.calls == "lists":
             is_same = group.host == newcomer.host != "" and group.port == newcomer.port
             if is_same or self.state.phase is Phase.OPEN:
                 return True
-        if newcomer is None and not self._listens:
-            return self.state.idle_s(time.monotonic()) > self.updates.timeout_s
         return await super().is_abandoned(newcomer)
-
-    @property
-    def is_watched(self) -> bool:
-        return self._listens
 
     def check_leave(self) -> None:
         if self._is_started:
@@ -109,11 +94,6 @@ class StockTrainer(Trainer):
     @property
     def is_receiving_list(self) -> bool:
         return self._last is not None and self.steps.is_running("receive", self._last[1])
-
-    @property
-    def may_be_asked(self) -> bool:
-        """The step that receives a list asks for itself."""
-        return not self.is_receiving_list
 
     @property
     def keeps_group(self) -> bool:

@@ -103,8 +103,9 @@ class Updates:
         self.base_clock = 0
         # The version of the pool's weights when that update began.
         self._base_version = 0
-        # The last group that was joined.
+        # The last group that was joined, and whether its trainer listened when all ranks had joined.
         self.group: JoinGroup | None = None
+        self.listens = False
         # How each kind of trainer sends.
         self.trainers: dict[Calls, Trainer] = {"named": Trainer(self)}
         # The tensors that calls have announced for the update in progress, by name.
@@ -198,7 +199,7 @@ class Updates:
             if takes_over:
                 logger.warning("session %s replaces a session without a trainer", action.session)
             self.call.awaited.observe([])
-            self.group = action
+            self.group, self.listens = action, False
             try:
                 if takes_over:
                     await self.release()
@@ -230,7 +231,8 @@ class Updates:
                 await self.call("join", self._group_args(action))
             await self.call.wait_for_receivers(lambda status: bool(status["is_joined"]))
             self.state.joined(action.session, time.monotonic())
-        await trainer.on_joined(action)
+        may_listen = action.protocol == "vllm" and action.host
+        self.listens = bool(may_listen) and await is_listening(action.host, action.port)
         return {}
 
     async def leave(self, action: LeaveGroup) -> Result:
@@ -793,19 +795,9 @@ class Trainer:
         return False
 
     @property
-    def may_be_asked(self) -> bool:
-        """Whether receivers can be asked: while the model loads in place, the call would wait."""
-        return not self.updates.is_in_model
-
-    @property
     def keeps_group(self) -> bool:
         """Whether the group can be used after an update that failed now."""
         return False
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a trainer that does not listen is gone."""
-        return True
 
     def is_forming(self, action: JoinGroup) -> bool:
         """Whether `action` repeats the call of the group that forms."""
@@ -827,16 +819,15 @@ class Trainer:
         elif action.protocol == "trl" and action.rank == 0:
             await wait_for_unused_port(action.host, action.port)
 
-    async def on_joined(self, action: JoinGroup) -> None:
-        """Called when all ranks have joined."""
-
     async def is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
         """Whether the session has lost its trainer, as far as `newcomer` may tell."""
         updates = self.updates
         group = updates.group
         if group is None:
             return True
-        if group.protocol == "vllm" and group.host:
+        # One whose store took no connection after the join is not gone because it takes none.
+        may_listen = group.protocol == "vllm" and group.host if newcomer else updates.listens
+        if may_listen:
             return not await is_listening(group.host, group.port)
         # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
         # replaces the old one at once, any other one only after the old one was idle for the
@@ -854,12 +845,11 @@ class Trainer:
     async def look(self) -> None:
         """Ends an update whose receiver failed or whose trainer is gone; called while it receives."""
         updates = self.updates
-        if self.may_be_asked:
+        # While the model loads in place, the call would wait; the step that receives a list asks itself.
+        if not updates.is_in_model and not self.is_receiving_list:
             await updates.call.receiver_statuses()
         update, group = self.state.update, updates.group
-        if group is None or group.protocol == "trl" or not group.host or not self.is_watched:
-            return
-        if await is_listening(group.host, group.port):
+        if group is None or not updates.listens or await is_listening(group.host, group.port):
             return
         # The attempt to connect takes up to 2 s: in that time, the update may have ended.
         if self.state.is_receiving_tensors and self.state.update is update:
