@@ -146,6 +146,7 @@ class CommandSender:
         action: Action | Callable[[int], Action],
         *,
         undo: Action | None = None,
+        undoes_refusal: bool = False,
         timeout_s: float = ACCEPT_TIMEOUT_S,
     ) -> list[Result]:
         """Sends an action to the first worker and, once the first has accepted it, to the others.
@@ -157,6 +158,8 @@ class CommandSender:
         Args:
             action: the action, or a function that makes it for worker `index`.
             undo: sent to all workers if the first accepts the action and another worker fails.
+            undoes_refusal: send `undo` also if the first worker fails: what the action belongs to
+                has ended there. After a `Conflict` it has not.
 
         Raises:
             TitopoolError: the first worker refused, or another worker failed.
@@ -169,9 +172,12 @@ class CommandSender:
 
         try:
             (first,) = results_of(self.gather_outcomes(workers[:1], make(0), timeout_s=timeout_s))
-        except DeadlinePassed:
-            # The first worker may still accept the action later.
-            undo_at(workers[:1], {})
+        except TitopoolError as error:
+            if undoes_refusal and not isinstance(error, Conflict):
+                undo_at(workers, {})
+            elif isinstance(error, DeadlinePassed):
+                # The first worker may still accept the action later.
+                undo_at(workers[:1], {})
             raise
         try:
             others = results_of(

@@ -45,7 +45,7 @@ from app.vllm_rl.bodies import (
 from app.vllm_rl.statuses import never_repeated
 from app.vllm_rl.versions import set_label
 from titopool.answers.weights import Committed
-from titopool.errors import Conflict, InvalidRequest, TitopoolError
+from titopool.errors import InvalidRequest
 from titopool.wire.commands import (
     AbortUpdate,
     AnnounceTensors,
@@ -235,15 +235,7 @@ def _receive() -> Message:
     # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
     reason = "another worker could not receive the tensors"
     undo = AbortUpdate(None, reason, "lists", leaves=True)
-    try:
-        first, *_ = commands.send_first_then_others(workers, action, undo=undo)
-    except Conflict:
-        # The first worker has changed nothing, or `undo` was sent.
-        raise
-    except TitopoolError:
-        # The first worker's group has ended.
-        commands.gather_outcomes(workers, undo)
-        raise
+    first, *_ = commands.send_first_then_others(workers, action, undo=undo, undoes_refusal=True)
     undo = replace(undo, update_id=first["update_id"])
     with names_restarting_workers(commands, workers):
         commands.finish_step(
@@ -319,15 +311,7 @@ def end_tensors(commands: CommandSender, workers: list[Worker], action: EndTenso
             update.
     """
     undo = AbortUpdate(None, "another worker could not end the update", "lists")
-    try:
-        first, *_ = commands.send_first_then_others(
-            workers, action, undo=undo, timeout_s=commit_timeout_s()
-        )
-    except Conflict:
-        # The first worker has changed nothing, or `undo` was sent.
-        raise
-    except TitopoolError:
-        # The first worker has dropped the update.
-        commands.gather_outcomes(workers, undo)
-        raise
+    first, *_ = commands.send_first_then_others(
+        workers, action, undo=undo, undoes_refusal=True, timeout_s=commit_timeout_s()
+    )
     return first

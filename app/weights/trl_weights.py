@@ -24,7 +24,7 @@ from app.pool.command_sender import successful_results
 from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.weights.bodies import TrlInitBody, TrlTensorBody
 from app.weights.trl_relay import is_of_this_host, start_relay
-from titopool.errors import InvalidRequest, TitopoolError
+from titopool.errors import TitopoolError
 from titopool.wire.commands import AnnounceTensors, JoinGroup, LeaveGroup, TensorInfo
 
 blueprint = Blueprint("trl_weights", __name__)
@@ -106,12 +106,9 @@ def update_named_param(body: TrlTensorBody) -> Message:
     action = AnnounceTensors("tensors", uuid.uuid4().hex, clock=clock, tensors=[tensor])
     # The client cannot broadcast to a group that one worker has left.
     undo = LeaveGroup(None, "tensors")
-    try:
-        commands.send_first_then_others(workers, action, undo=undo, timeout_s=commit_timeout_s())
-    except InvalidRequest:
-        # The first worker has aborted the update.
-        commands.gather_outcomes(workers, undo)
-        raise
+    commands.send_first_then_others(
+        workers, action, undo=undo, undoes_refusal=True, timeout_s=commit_timeout_s()
+    )
     return Message(message="Request received, updating named parameter")
 
 

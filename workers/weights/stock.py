@@ -188,7 +188,7 @@ class StockTrainer(Trainer):
         """
         if self.updates.told or len(tensors) == 1 or tensors == self._incomplete:
             return False
-        (fit, *_) = await self.updates.call("check", msgspec.msgpack.encode(tensors), True)
+        fit = await self.updates.fit_of(tensors, 1)
         if fit["missing"]:
             self._incomplete = tensors
         return not fit["missing"]

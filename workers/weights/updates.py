@@ -9,7 +9,7 @@ sends: titopool's client here, vLLM's trainers in `stock.py`, TRL's client up to
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -208,7 +208,7 @@ class Updates:
                     await trainer.check_address(action)
                 check_trainer_device(action.device_uuid, await self.call("device"))
                 if not trainer.listens_later:
-                    await self.call("join", self._group_args(action))
+                    await self._begin_to_join(action)
             except BaseException as error:
                 await self.end(f"session {action.session} could not join: {error}")
                 raise
@@ -217,18 +217,14 @@ class Updates:
             self.steps.start("join", action.session, self._run_join(action, trainer))
         return {"session": action.session}
 
-    def _group_args(self, action: JoinGroup) -> dict[str, Any]:
-        return {
-            "protocol": action.protocol, "backend": action.backend, "host": action.host,
-            "port": action.port, "rank": action.rank, "world_size": action.world_size,
-            "timeout_s": self.timeout_s, "nccl_id": action.nccl_id,
-        }  # fmt: skip
+    async def _begin_to_join(self, action: JoinGroup) -> None:
+        await self.call("join", {**msgspec.structs.asdict(action), "timeout_s": self.timeout_s})
 
     async def _run_join(self, action: JoinGroup, trainer: "Trainer") -> Result:
         async with self.ends_on_failure(f"session {action.session} did not form"):
             if trainer.listens_later:
                 await trainer.check_address(action)
-                await self.call("join", self._group_args(action))
+                await self._begin_to_join(action)
             await self.call.wait_for_receivers(lambda status: bool(status["is_joined"]))
             self.state.joined(action.session, time.monotonic())
         may_listen = action.protocol == "vllm" and action.host
@@ -482,10 +478,12 @@ class Updates:
     async def fit(self) -> dict[str, Any]:
         """How the update's tensors fit the model: names that are `missing` or `ignored`, and
         `split_layers`."""
-        num_told = self._num_told
+        return await self.fit_of(self.told.values(), self._num_told)
+
+    async def fit_of(self, tensors: Iterable[TensorInfo], num_told: int) -> dict[str, Any]:
+        """As `fit`, of the tensors of the first `num_told` calls."""
         if self._fit[0] != num_told:
-            encoded = msgspec.msgpack.encode(list(self.told.values()))
-            (fit, *_) = await self.call("check", encoded, True)
+            (fit, *_) = await self.call("check", msgspec.msgpack.encode(list(tensors)), True)
             self._fit = num_told, fit
         return self._fit[1]
 
