@@ -54,13 +54,13 @@ from workers.serving.catch_up import CatchUp
 from workers.serving.connections import find_faults
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.weights.checks import checked_folder
+from workers.weights.list_trainer import ListTrainer
 from workers.weights.pauses import Pauses
 from workers.weights.peers import Peers
 from workers.weights.pool_copy import PoolCopy
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.stock import StockTrainer
-from workers.weights.trl import TrlTrainer
+from workers.weights.tensor_trainer import TensorTrainer
 from workers.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,8 @@ class Control:
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
             on_applied=on_changed, on_broken=on_broken,
         )  # fmt: skip
-        self._trl, self._stock = TrlTrainer(updates), StockTrainer(updates)
-        updates.trainers |= {"lists": self._stock, "tensors": self._trl}
+        self._lists, self._tensors = ListTrainer(updates), TensorTrainer(updates)
+        updates.trainers |= {"lists": self._lists, "tensors": self._tensors}
         self._peers = Peers(updates, listen_address)
         self._catch_up = CatchUp(
             self._pool, updates, self._pauses, engine=lambda: self._engine,
@@ -239,9 +239,9 @@ class Control:
         return await self._methods[type(action)](action)
 
     async def _end_tensors(self, action: EndTensors) -> Result:
-        ended = await self._stock.end_tensors(action)
+        ended = await self._lists.end_tensors(action)
         if action.is_last_call and ended["update_id"] is None:
-            await self._trl.start_to_finish()
+            await self._tensors.start_to_finish()
         return ended
 
     async def _await_step(self, action: AwaitStep) -> Result:

@@ -2,8 +2,9 @@
 
 Runs in: each worker process, on its event loop. Owns: the state (`workers/weights/state.py`). Talks
 to: vLLM through `workers/engine/weights.py`. A failure before the model changes ends the group and
-keeps the old weights. A failure after that restarts the worker. `Trainer` has what depends on who
-sends: titopool's client here, vLLM's trainers in `stock.py`, TRL's client up to 1.10 in `trl.py`.
+keeps the old weights. A failure after that restarts the worker. `Trainer` has what depends on
+how a trainer calls: by name here, with lists in `list_trainer.py`, tensor by tensor in
+`tensor_trainer.py`.
 """
 
 import asyncio
@@ -239,7 +240,7 @@ class Updates:
         async with self.accepting:
             session = action.session
             if session is None:
-                # TRL's client may close its group twice: on request and when it exits.
+                # A client may close its group twice: on request and when it exits.
                 if not trainer.has_session:
                     return {}
                 session = self.state.session

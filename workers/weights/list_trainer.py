@@ -1,4 +1,4 @@
-"""Weight updates through vLLM's routes: start, lists of tensors, finish.
+"""Updates of a start, lists of tensors and an end: those of vLLM's routes.
 
 The calls of vLLM's trainers, TRL's client from 1.11 on among them, name neither a session nor an
 update, and nothing closes a session. So a worker has at most one such session, the calls mean its
@@ -24,8 +24,8 @@ LISTEN_TIMEOUT_S = 30.0
 LISTEN_POLL_S = 0.1
 
 
-class StockTrainer(Trainer):
-    """How a trainer sends that calls vLLM's routes."""
+class ListTrainer(Trainer):
+    """How a trainer sends whose calls are "lists" (`titopool/wire/commands.py`)."""
 
     listens_later = True
 
@@ -87,7 +87,7 @@ class StockTrainer(Trainer):
 
     @property
     def _is_started(self) -> bool:
-        """Whether the update of vLLM's routes has started and not ended."""
+        """Whether an update of lists has started and not ended."""
         update = self.update
         return update is not None and update.update_id == self._started
 

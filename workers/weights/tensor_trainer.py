@@ -1,6 +1,6 @@
-"""Weight updates of TRL's client: tensor by tensor, without a begin and without a commit.
+"""Updates tensor by tensor, without a begin and without a commit: those of TRL's client up to 1.10.
 
-TRL's client sends no begin or commit, so the worker infers both. An update begins with its first
+The worker infers both. An update begins with its first
 tensor. It is committed at `/reset_prefix_cache/`, or as soon as it is complete and a job, the next
 update or the end of the session follows (docs/http.md).
 """
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 FINISH = ("finish", "tensors")
 
 
-class TrlTrainer(Trainer):
-    """How TRL's client up to 1.10 sends."""
+class TensorTrainer(Trainer):
+    """How a trainer sends whose calls are "tensors" (`titopool/wire/commands.py`)."""
 
     async def look(self) -> None:
         await self._finish_if_complete()
@@ -50,10 +50,10 @@ class TrlTrainer(Trainer):
         return self.updates.begun(update)
 
     async def _await_session(self) -> None:
-        """Waits until all ranks of TRL's group have joined.
+        """Waits until all ranks of the group have joined.
 
         Raises:
-            Conflict: there is no group of TRL's client.
+            Conflict: there is no group of such a trainer.
         """
         if not self.has_session:
             raise Conflict(

@@ -32,7 +32,7 @@ from titopool.wire.commands import (
     TensorInfo,
 )
 from titopool.wire.pool_state import PoolWeights
-from workers.weights import stock
+from workers.weights import list_trainer
 
 Q, K, V, NORM = (TensorInfo(name, "float32", [2, 2]) for name in ("q", "k", "v", "norm"))
 LAYER, MODEL = [Q, K, V], [Q, K, V, NORM]
@@ -565,7 +565,7 @@ def test_the_worker_waits_for_a_trainer_that_begins_to_listen_after_its_call():
 
 
 def test_an_address_where_nothing_listens_is_a_refusal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stock, "LISTEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(list_trainer, "LISTEN_TIMEOUT_S", 0.3)
 
     async def story(worker: StockWorker) -> None:
         await worker.good(worker.group())
