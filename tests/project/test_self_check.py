@@ -46,7 +46,7 @@ SIZES = {
     "titopool.mismatch": 224,
     "titopool.rollouts": 958,
     "titopool.settings": 862,
-    "titopool.wire": 933,
+    "titopool.wire": 937,
     "workers": 735,
     "workers.cluster": 302,
     "workers.engine": 2146,

@@ -65,6 +65,16 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
     packed: bool = False
     packed_bytes: int = PACKED_BYTES
 
+    @property
+    def trainer_listens(self) -> bool:
+        """Whether the trainer listens at the group's address."""
+        return self.protocol == "vllm" and bool(self.host)
+
+    @property
+    def worker_listens(self) -> bool:
+        """Whether the first process of the worker that gets this listens there."""
+        return self.protocol == "trl" and self.rank == 0
+
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     """Stage the weights in a folder of safetensors files."""

@@ -56,7 +56,7 @@ class ListTrainer(Trainer):
 
     async def check_address(self, action: JoinGroup) -> None:
         """Waits for the trainer to listen: a process that connects too early blocks in its store."""
-        if not action.host:
+        if not action.trainer_listens:
             return
         limit_s = min(LISTEN_TIMEOUT_S, self.updates.timeout_s)
         end = time.monotonic() + limit_s

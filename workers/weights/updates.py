@@ -228,8 +228,7 @@ class Updates:
                 await self._begin_to_join(action)
             await self.call.wait_for_receivers(lambda status: bool(status["is_joined"]))
             self.state.joined(action.session, time.monotonic())
-        may_listen = action.protocol == "vllm" and action.host
-        self.listens = bool(may_listen) and await is_listening(action.host, action.port)
+        self.listens = action.trainer_listens and await is_listening(action.host, action.port)
         return {}
 
     async def leave(self, action: LeaveGroup) -> Result:
@@ -813,9 +812,9 @@ class Trainer:
 
     async def check_address(self, action: JoinGroup) -> None:
         """Raises InvalidRequest if the workers cannot meet the trainer at the group's address."""
-        if action.protocol == "vllm" and action.host:
+        if action.trainer_listens:
             await check_trainer_reachable(action.host, action.port)
-        elif action.protocol == "trl" and action.rank == 0:
+        elif action.worker_listens:
             await wait_for_unused_port(action.host, action.port)
 
     async def is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
@@ -825,8 +824,7 @@ class Trainer:
         if group is None:
             return True
         # One whose store took no connection after the join is not gone because it takes none.
-        may_listen = group.protocol == "vllm" and group.host if newcomer else updates.listens
-        if may_listen:
+        if group.trainer_listens if newcomer else updates.listens:
             return not await is_listening(group.host, group.port)
         # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
         # replaces the old one at once, any other one only after the old one was idle for the
