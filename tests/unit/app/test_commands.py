@@ -16,6 +16,7 @@ from titopool.answers.weights import Committed
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
+    AnnounceTensors,
     ApplyUpdate,
     AwaitStep,
     Command,
@@ -139,6 +140,40 @@ def test_a_refusal_of_another_worker_is_undone_at_all_workers():
         )
     undone = [endpoint for endpoint, action in fake.sent if isinstance(action, ApplyUpdate)]
     assert undone == ["w0", "w1", "w2"]
+
+
+def test_the_first_worker_s_answer_is_a_part_of_what_the_others_get():
+    announced = {"update_id": "u", "version": 7, "clock": 3, "staging": "beside"}
+
+    def on_command(fake: FakePool, index: int, command: Command) -> None:
+        is_refused = index and isinstance(command.action, AnnounceTensors)
+        code = "weight_update_failed" if is_refused else ""
+        done = CommandDone(command.command_id, announced, code, "staged")
+        gevent.spawn(fake.commands.on_done, f"w{index}", done)
+
+    fake = FakePool(2, on_command)
+    action, undo = AnnounceTensors("lists", "u2", clock=1), AbortUpdate(None, "staged", "lists")
+    with pytest.raises(WeightUpdateFailed, match="staged"):
+        fake.commands.send_first_then_others(fake.commands.all_workers(), action, undo=undo)
+    undone = AbortUpdate("u", "staged", "lists")
+    assert fake.sent == [
+        ("w0", action), ("w1", AnnounceTensors("lists", "u", 7, 3)), ("w0", undone), ("w1", undone),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code, is_undone", [("invalid_request", True), ("conflict", False)])
+def test_what_a_refusal_of_the_first_worker_ends_is_undone_everywhere(code: str, is_undone: bool):
+    def on_command(fake: FakePool, index: int, command: Command) -> None:
+        done = CommandDone(command.command_id, {}, code, "staged")
+        gevent.spawn(fake.commands.on_done, f"w{index}", done)
+
+    fake = FakePool(2, on_command)
+    action, undo = AnnounceTensors("lists", list_id="l"), AbortUpdate(None, "staged", "lists")
+    with pytest.raises(TitopoolError, match="staged"):
+        fake.commands.send_first_then_others(
+            fake.commands.all_workers(), action, undo=undo, undoes_refusal=True
+        )
+    assert fake.sent == [("w0", action)] + [("w0", undo), ("w1", undo)] * is_undone
 
 
 def test_all_workers_raises_if_one_is_lost_and_reachable_workers_if_all_are():

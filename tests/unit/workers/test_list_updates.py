@@ -165,6 +165,8 @@ def test_an_update_is_staged_at_each_list_and_applied_at_the_commit(port: int):
         (["q", "k", "v", "norm"], 0),
     ]
     assert worker.engine.calls.count("apply") == 2
+    # The first list, both together at the end, and the only list before it came.
+    assert worker.engine.calls.count("check") == 3
     assert worker.control.weights.version == 2
     assert worker.control.weights.label == ""
 
