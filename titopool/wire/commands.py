@@ -2,8 +2,8 @@
 
 A command that two clients may send at once goes to the pool's first worker, and to the others once
 the first worker has accepted it. So the first worker decides between two trainers, through any front
-ends. Other commands go to all workers at once. `JoinGroup`, `AnnounceTensors`, `PrepareUpdate`,
-`ApplyUpdate`, `ClearCaches` and `FetchWeights` take long and are answered on
+ends. Other commands go to all workers at once. `JoinGroup`, `AnnounceTensors`, `EndTensors`,
+`PrepareUpdate`, `ApplyUpdate`, `ClearCaches` and `FetchWeights` may take long and are answered on
 acceptance. The answer to `AwaitStep` comes when such a step has ended.
 """
 
