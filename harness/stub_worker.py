@@ -143,7 +143,7 @@ class StubWeights:
     async def resume(self) -> None:
         self.runs.set()
 
-    async def clear_caches(self) -> None:
+    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
         await asyncio.sleep(self._slow.get("clear_caches", 0))
 
     async def progress(self) -> Progress:

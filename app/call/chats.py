@@ -106,5 +106,6 @@ def sampled_fields(
         "token_ids": np.frombuffer(sampled.ids, np.int32),
         "token_logprobs": np.frombuffer(sampled.logprobs, np.float32),
         "weight_versions": sampled.weight_versions,
+        **({"kv_from": sampled.kv_from} if sampled.kv_from else {}),
     }
     return found | ({"lora_version": adapter_version} if turn.adapter else {})

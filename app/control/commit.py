@@ -44,6 +44,8 @@ def commit_update(
         **prepared[0],
         "prepare_s": round(prepared_at - start, 4),
         "apply_s": round(time.monotonic() - prepared_at, 4),
+        # Workers have room or not, each for itself.
+        "cache": "clear" if any(one["cache"] == "clear" for one in applied) else "keep",
         "lost": lost,
     }
     return msgspec.convert(found, Committed)

@@ -8,13 +8,18 @@ from app.control.commit import commit_update
 from app.control.recipients import all_workers
 from titopool.answers.weights import Committed
 from titopool.wire.commands import AbortUpdate, BeginFolder, PrepareUpdate
-from titopool.wire.pool_state import PauseMode
+from titopool.wire.pool_state import CacheMode, PauseMode
 
 BEGIN_FAILED = "another worker failed to begin the update"
 
 
 def load_folder(
-    folder: str, policy: PauseMode, version: int | None = None, label: str = ""
+    folder: str,
+    policy: PauseMode,
+    version: int | None = None,
+    label: str = "",
+    *,
+    cache: CacheMode = "clear",
 ) -> Committed:
     """Loads a folder below `weights_root` into every worker.
 
@@ -28,7 +33,7 @@ def load_folder(
     commands, workers = all_workers()
     update_id = uuid.uuid4().hex
     clock = commands.pool_state.weights.clock
-    action = BeginFolder(update_id, version, clock, folder, label)
+    action = BeginFolder(update_id, version, clock, folder, label, cache=cache)
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     result = commit_update(commands, workers, PrepareUpdate(update_id, policy))

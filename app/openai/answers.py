@@ -51,6 +51,8 @@ class Choice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan | WeightSpan] | UnsetType = UNSET
+    # Of each span, the oldest version whose keys and values its tokens have read; only where it differs.
+    kv_from: list[int] | UnsetType = UNSET
     lora_version: int | UnsetType | None = UNSET
 
 
@@ -232,6 +234,8 @@ class OpenAIRequest(NamedTuple):
         if self.fields.return_token_ids:
             choice["token_ids"] = np.frombuffer(completion.token_ids, np.int32)
             choice["weight_versions"] = completion.weight_versions
+            if completion.kv_from:
+                choice["kv_from"] = completion.kv_from
             if self.adapter:
                 choice["lora_version"] = adapter_version
         if self.fields.return_weight_versions:

@@ -36,6 +36,7 @@ class Sampled:
         # int32, and float32 of the sampled tokens.
         self.ids, self.logprobs = bytearray(), bytearray()
         self.weight_versions: list[tuple[int, int]] = []
+        self.kv_from: list[int] = []
         self.experts: RoutedExperts | None = None
         self.parsing_error = ""
 
@@ -45,6 +46,7 @@ class Sampled:
         if piece.logprobs is not None:
             self.logprobs += sampled_logprobs(piece).tobytes()
         self.weight_versions = piece.weight_versions or self.weight_versions
+        self.kv_from = piece.kv_from or self.kv_from
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.stop_reason = piece.stop_reason
         self.experts = piece.routed_experts or self.experts

@@ -191,9 +191,10 @@ def weight_spans(
     """
     spans = completion.weight_versions
     ends = [*(start for _, start in spans[1:]), num_tokens]
+    kv_from = [{"kv_from": label_of(one)} for one in completion.kv_from] or [{}] * len(spans)
     return [
-        {"version": label_of(version), "start": start, "end": end}
-        for (version, start), end in zip(spans, ends, strict=False)
+        {"version": label_of(version), "start": start, "end": end, **keys}
+        for (version, start), end, keys in zip(spans, ends, kv_from, strict=False)
         if start < end
     ]
 
@@ -240,9 +241,11 @@ def _without_tokens(results: Sequence[Completed]) -> dict[str, Any]:
     completions = _completions(results)
     versions = [result.adapter_version for result in results]
     ranges = [result.image_ranges for result in results]
+    kv_from = [one.kv_from for one in completions]
     return {
         **({"image_ranges": ranges} if any(ranges) else {}),
         **({"lora_versions": versions} if any(one is not None for one in versions) else {}),
+        **({"kv_from": kv_from} if any(kv_from) else {}),
         "finish_reasons": [one.finish_reason for one in completions],
         "weight_versions": [one.weight_versions for one in completions],
         "num_cached_tokens": [result.num_cached_tokens for result in results],

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from app.route.fields import Label, Names, Port, Shapes, WeightVersion
 from titopool.wire.commands import PACKED_BYTES, Backend
-from titopool.wire.pool_state import PauseMode
+from titopool.wire.pool_state import CacheMode, PauseMode
 
 ChunkBytes = Annotated[int, Meta(ge=1, le=2**36)]
 
@@ -97,6 +97,7 @@ class FolderBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     weight_dir: str | None = None
     version: WeightVersion | None = None
     policy: PauseMode | None = None
+    cache: CacheMode = "clear"
 
 
 FOLDER_BODY = msgspec.json.Decoder(FolderBody)

@@ -220,7 +220,7 @@ def _from_folder(body: FolderBody) -> Committed:
     policy: PauseMode | None = body.policy or ("keep" if body.weight_dir else None)
     if policy is None:
         raise InvalidRequest("policy: expected keep, drain or abort, got nothing", param="policy")
-    return load_folder(folder, policy, body.version)
+    return load_folder(folder, policy, body.version, cache=body.cache)
 
 
 def _receive() -> Message:

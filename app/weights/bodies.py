@@ -8,7 +8,7 @@ from msgspec import Meta
 from app.control.pool_commands import MAX_LEASE_S
 from app.route.fields import Names, Port, Shapes, Size, WeightVersion
 from titopool.wire.commands import Backend
-from titopool.wire.pool_state import PauseMode
+from titopool.wire.pool_state import CacheMode, PauseMode
 from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
 
 # The id of a session (chosen by the trainer) or of an update (chosen by the server).
@@ -40,6 +40,7 @@ class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     policy: PauseMode | None = None
     # Whether the commit will ask for a checksum.
     checksum: bool = False
+    cache: CacheMode = "clear"
 
 
 class CommitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -99,7 +99,7 @@ def begin(body: BeginBody) -> Begun:
     action = AnnounceTensors(
         "named", update_id, body.version, commands.pool_state.weights.clock, session=body.session,
         tensors=tensors, packed=body.chunk_bytes > 0, packed_bytes=body.chunk_bytes,
-        is_partial=body.partial, policy=body.policy, with_checksum=body.checksum,
+        is_partial=body.partial, policy=body.policy, with_checksum=body.checksum, cache=body.cache,
     )  # fmt: skip
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)

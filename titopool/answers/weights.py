@@ -43,6 +43,8 @@ class Committed(msgspec.Struct, kw_only=True):
     loaded: int
     # Where the tensors waited.
     staging: str
+    # Whether requests in flight kept their keys and values at all workers.
+    cache: Literal["clear", "keep"]
     update_s: Seconds
     paused_s: Seconds
     prepare_s: Seconds

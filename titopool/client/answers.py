@@ -59,6 +59,7 @@ class TokensBody(msgspec.Struct):
     raw_logprobs: list[bytes] | None = None
     lora_versions: list[int | None] | None = None
     image_ranges: list[list[tuple[int, int]]] | None = None
+    kv_from: list[list[int]] | None = None
 
 
 TOKENS_DECODER = msgspec.msgpack.Decoder(TokensBody)
@@ -158,6 +159,7 @@ def _completion(body: TokensBody, index: int, n: int) -> Completion:
         tuple(body.weight_versions[index]),
         body.lora_versions[index // n] if body.lora_versions else None,
         None if body.raw_logprobs is None else np.frombuffer(body.raw_logprobs[index], "<f4"),
+        tuple(body.kv_from[index]) if body.kv_from else (),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from titopool.client.weights.packing import messages_of
 from titopool.client.weights.server_calls import NoResponse, WeightsError, own_address, post_or_get
 from titopool.client.weights.sources import Names, Source, join_update
 from titopool.client.weights.trainer_group import TrainerGroup, run_in_thread
-from titopool.wire.pool_state import PauseMode
+from titopool.wire.pool_state import CacheMode, PauseMode
 from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES, Checksum
 
 __all__ = ["WeightsClient", "WeightsError", "join_update"]
@@ -159,15 +159,23 @@ class WeightsClient:
 
     @raises_only_weights_error
     def update_from_folder(
-        self, path: str, *, policy: PauseMode, version: int | None = None
+        self,
+        path: str,
+        *,
+        policy: PauseMode,
+        version: int | None = None,
+        cache: CacheMode = "clear",
     ) -> dict[str, Any]:
         """Every worker loads the safetensors files in `path`, below the server's `weights_root`.
+
+        Args:
+            policy, version, cache: as of `update`.
 
         Raises:
             WeightsError: the old weights serve, unless the text says otherwise. With `status` 0 the
                 answer was lost, and the new ones may serve: `GET /weights` says it.
         """
-        body = {"path": path, "policy": policy, "version": version}
+        body = {"path": path, "policy": policy, "version": version, **_unless_default(cache)}
         return self.call("/update_weights", body)
 
     @raises_only_weights_error
@@ -319,6 +327,7 @@ class WeightsClient:
         version: int | None = None,
         partial: bool = False,
         with_checksum: bool = False,
+        cache: CacheMode = "clear",
         metadata: Iterable[tuple[str, Any, Any]] | None = None,
     ) -> dict[str, Any]:
         """Sends tensors and commits them. All workers serve the new weights when it returns.
@@ -336,16 +345,21 @@ class WeightsClient:
             version: of the new weights. None: the present version plus one.
             partial: only some tensors of the model are sent. Each layer must be complete.
             with_checksum: the workers compare a checksum of what they received.
+            cache: "clear": requests in flight compute their keys and values again, which is exact.
+                "keep": they go on with those of the earlier weights, which costs nothing; requests
+                that begin later read none of these. It needs room beside the model or in the host's
+                memory. "prefer_keep": as "keep" where there is that room, else as "clear".
             metadata: (name, dtype, shape) of each tensor. `tensors` is then iterated once.
 
         Returns:
             `version`, `previous_version` (not below it if the trainer has gone back), `loaded`
             (number of tensors), `checksum`, `staging` (where the first worker kept the tensors:
-            "beside" the model, "kv" cache, "in_place" or "host"), `update_s` (from its begin until
+            "beside" the model, "kv" cache, "in_place" or "host"), `cache` ("clear" or "keep": what
+            was done), `update_s` (from its begin until
             the new weights served), `paused_s` (how long it stopped generation), and lists of
             names: `missing`, `ignored` (sent, but not in the model) and `kept` (buffers that were
             not sent). Where the commit's answer was lost and the workers say that the new weights
-            serve, `previous_version`, `loaded` and `checksum` are None.
+            serve, `previous_version`, `loaded`, `cache` and `checksum` are None.
 
         Raises:
             WeightsError: the old weights serve, unless the text says that a worker restarts or waits
@@ -353,7 +367,7 @@ class WeightsClient:
         """
         source = Source(tensors, metadata, self._names)
         try:
-            return self._update(source, policy, version, partial, with_checksum)
+            return self._update(source, policy, version, partial, with_checksum, cache)
         except Exception:
             source.gather_rest()
             raise
@@ -369,12 +383,13 @@ class WeightsClient:
         version: int | None,
         partial: bool,
         with_checksum: bool,
+        cache: CacheMode,
     ) -> dict[str, Any]:
         had_group = self.is_open
         self.open()
         digest = Checksum() if with_checksum else None
         begun, messages = self._begin(
-            source, digest, version, partial, policy, may_reopen=had_group
+            source, digest, version, partial, policy, cache, may_reopen=had_group
         )
         try:
             self._send(messages)
@@ -401,6 +416,7 @@ class WeightsClient:
         version: int | None,
         partial: bool,
         policy: PauseMode,
+        cache: CacheMode,
         *,
         may_reopen: bool,
     ) -> tuple[dict[str, Any], Iterator[Any]]:
@@ -422,6 +438,7 @@ class WeightsClient:
             "partial": partial,
             "policy": policy,
             "checksum": digest is not None,
+            **_unless_default(cache),
         }
         begin = lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS)  # noqa: E731
         answer = run_in_thread(begin)
@@ -559,6 +576,11 @@ class WeightsClient:
         return torch.device("cpu")
 
 
+def _unless_default(cache: CacheMode) -> dict[str, Any]:
+    """The field `cache` of a body; servers of before it do not know it."""
+    return {} if cache == "clear" else {"cache": cache}
+
+
 def _error_of(do: Callable[[], Any]) -> Exception | None:
     """What `do` raises."""
     try:
@@ -576,6 +598,7 @@ def _result_of(applied: dict[str, Any], others: list[dict[str, Any]]) -> dict[st
         "loaded": None,
         "checksum": None,
         "staging": applied.get("last_staging"),
+        "cache": None,
         "update_s": applied.get("last_update_s"),
         "paused_s": applied.get("last_paused_s"),
         "lost": [

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from titopool.wire.pool_state import (
+    CacheMode,
     Clock,
     Count,
     Finite,
@@ -87,6 +88,7 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     label: str = ""
     # Digest of the files at the first worker, or in the pool's state; "": this worker's counts.
     files: str = ""
+    cache: CacheMode = "clear"
 
 
 class AnnounceTensors(msgspec.Struct, frozen=True, tag="announce_tensors"):
@@ -123,6 +125,7 @@ class AnnounceTensors(msgspec.Struct, frozen=True, tag="announce_tensors"):
     policy: PauseMode | None = None
     # Whether the commit will ask for a checksum.
     with_checksum: bool = False
+    cache: CacheMode = "clear"
 
 
 class EndTensors(msgspec.Struct, frozen=True, tag="end_tensors"):

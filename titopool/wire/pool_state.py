@@ -12,6 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+# What an update does with keys and values of earlier weights: requests in flight may keep them, with
+# "prefer_keep" where there is other room for the update. No request that begins later reads them.
+CacheMode = Literal["clear", "keep", "prefer_keep"]
 PauseMode = Literal["keep", "drain", "abort"]
 # Far below the 64 bits of MessagePack, so that the clock after an absurd value still fits.
 Count = Annotated[int, Meta(ge=0, le=2**40)]

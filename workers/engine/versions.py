@@ -4,6 +4,7 @@ Each completion is a request of vLLM's. No work is done per token. While generat
 update, the tokens of each request in flight are counted; later tokens belong to the next version.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -15,30 +16,45 @@ Span = tuple[int, int]
 
 
 class History:
-    """The versions that have served during a request."""
+    """The versions that have served during a request, and the oldest whose keys and values it reads."""
 
-    def __init__(self, last_version: int):
-        self._last_version = last_version
-        # For each earlier version: the request's tokens when it was replaced.
-        self._ends: list[tuple[int, int]] = []
+    def __init__(self, version: int):
+        self._last_version = self._kv_from = version
+        # For each earlier version: the request's tokens when it was replaced, and its `kv_from`.
+        self._ends: list[tuple[int, int, int]] = []
 
-    def end(self, version: int, num_tokens: int, next_version: int) -> None:
+    def end(
+        self, version: int, num_tokens: int, next_version: int, *, keeps_keys: bool = False
+    ) -> None:
         """`next_version` replaces `version` when the request has `num_tokens`."""
-        self._ends.append((version, num_tokens))
+        self._ends.append((version, num_tokens, self._kv_from))
         self._last_version = next_version
+        if not keeps_keys:
+            # The request computes its keys and values again.
+            self._kv_from = next_version
 
     def spans(self, num_tokens: int) -> list[Span]:
         """`[(version, first token)]` of the completion, which has `num_tokens` in all."""
-        spans: list[Span] = []
+        return [(version, begin) for version, begin, _ in self._parts(num_tokens)]
+
+    def kv_from(self, num_tokens: int) -> list[int]:
+        """Of each span, the oldest version whose keys its tokens have read; [] if those are its own."""
+        parts = self._parts(num_tokens)
+        if all(version == kv_from for version, _, kv_from in parts):
+            return []
+        return [kv_from for _, _, kv_from in parts]
+
+    def _parts(self, num_tokens: int) -> list[tuple[int, int, int]]:
+        parts: list[tuple[int, int, int]] = []
         begin = 0
-        for version, count in self._ends:
+        for version, count, kv_from in self._ends:
             end = min(count, num_tokens)
             if end > begin:
-                spans.append((version, begin))
+                parts.append((version, begin, kv_from))
                 begin = end
-        if begin < num_tokens or not spans:
-            spans.append((self._last_version, begin))
-        return spans
+        if begin < num_tokens or not parts:
+            parts.append((self._last_version, begin, self._kv_from))
+        return parts
 
 
 class Versions:
@@ -50,10 +66,16 @@ class Versions:
         self.num_aborts = 0
         self._num_requests = 0
         self.open: set[str] = set()
+        # Of open requests for a prompt's log-probabilities: set once these are complete.
+        self._scores: dict[str, asyncio.Event] = {}
         # The clients' own ids of open requests that have one, and the names of their keys.
         self._client_ids: dict[str, str] = {}
         self._key_names: dict[str, str] = {}
         self._histories: dict[str, History] = {}
+        # How often keys and values of earlier weights have stayed in the cache, and the requests that
+        # were open when they did last: others do not read them.
+        self._num_kept = 0
+        self._keeping: set[str] = set()
         # The open jobs by the order of their coming, each with what stops its completions that have
         # not started, and whether all of them wait.
         self._jobs: dict[int, tuple[Job, Callable[[], None], bool]] = {}
@@ -100,14 +122,25 @@ class Versions:
         return len(stopped)
 
     @contextmanager
-    def request(self, job_id: int, client_id: str = "", key_name: str = "") -> Iterator[str]:
+    def request(
+        self,
+        job_id: int,
+        client_id: str = "",
+        key_name: str = "",
+        is_scored: asyncio.Event | None = None,
+    ) -> Iterator[str]:
         """A unique id for a completion's request, which counts as open within the block.
 
         Job ids are unique for one front end only. `client_id` need not be unique.
+
+        Args:
+            is_scored: set once the prompt's log-probabilities are complete; None: they are not asked for.
         """
         self._num_requests += 1
         request_id = f"{job_id}-{self._num_requests}"
         self.open.add(request_id)
+        if is_scored is not None:
+            self._scores[request_id] = is_scored
         if client_id:
             self._client_ids[request_id] = client_id
             self._key_names[request_id] = key_name
@@ -118,6 +151,7 @@ class Versions:
             raise
         finally:
             self.open.discard(request_id)
+            self._scores.pop(request_id, None)
             self._client_ids.pop(request_id, None)
             self._key_names.pop(request_id, None)
 
@@ -143,12 +177,45 @@ class Versions:
         """The history of a request that has ended; removes it."""
         return self._histories.pop(request_id, None) or History(self.current)
 
-    def switch(self, version: int, progress: Progress) -> None:
-        """Serves `version` from now on; `progress` was counted just before."""
-        for request_id, num_tokens in progress.items():
+    def keep_keys(self) -> list[str]:
+        """Keys and values that are cached now are read by the requests that are open now, only.
+
+        Generation stands, and other weights follow, or the same ones if their update fails.
+
+        Returns:
+            Requests that must be aborted: a part of their prompt's log-probabilities would be of
+            earlier weights. They begin again.
+        """
+        self._num_kept += 1
+        self._keeping = set(self.open)
+        unscored = [one for one, is_scored in self._scores.items() if not is_scored.is_set()]
+        # They count as aborted on purpose.
+        self.num_aborts += bool(unscored)
+        return unscored
+
+    def cache_salt(self, salt: str | None) -> str | None:
+        """vLLM's `cache_salt` of a request that begins now: it finds nothing that `keep_keys` set apart.
+
+        Args:
+            salt: the client's.
+        """
+        if salt is not None:
+            return f"{self._num_kept}:{salt}"
+        return str(self._num_kept) if self._num_kept else None
+
+    def switch(self, version: int, progress: Progress, *, keeps_keys: bool = False) -> None:
+        """Serves `version` from now on; `progress` was counted just before.
+
+        Args:
+            keeps_keys: whether `keep_keys` was called for these weights.
+        """
+        keeping = self._keeping if keeps_keys else set()
+        # Those that the engine does not have yet may read kept keys, too.
+        for request_id in progress.keys() | keeping:
             if request_id not in self.open:
                 # It ended after the count, so nothing would remove its history.
                 continue
             history = self._histories.setdefault(request_id, History(self.current))
-            history.end(self.current, num_tokens, version)
+            num_tokens = progress.get(request_id, 0)
+            history.end(self.current, num_tokens, version, keeps_keys=request_id in keeping)
         self.current = version

@@ -328,7 +328,10 @@ class VllmEngine:
             params = params_of_other(params, index)
         num_aborts = self.versions.num_aborts
         try:
-            with self.versions.request(job.job_id, job.client_id, job.key_name) as request_id:
+            is_scored = None if index or not context.needs_scores else context.is_scored
+            with self.versions.request(
+                job.job_id, job.client_id, job.key_name, is_scored
+            ) as request_id:
                 if context.sender is not None:
                     stream = Stream(
                         index, context.sender, context.parsing,
@@ -338,8 +341,12 @@ class VllmEngine:
                     self._watched(request_id, index, job, context),
                     self._streams.open(request_id, stream),
                 ):
+                    salt = self.versions.cache_salt(job.cache_salt)
                     async for output in self._llm.generate(
-                        prompt, params, request_id, **context.arguments
+                        {**prompt, "cache_salt": salt} if salt else prompt,
+                        params,
+                        request_id,
+                        **context.arguments,
                     ):
                         if self.versions.num_aborts == num_aborts:
                             check_not_stopping(output)
@@ -448,7 +455,7 @@ def _tokens_input(job: Job) -> Any:
     from vllm.inputs import tokens_input
 
     token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
-    return tokens_input(token_ids, cache_salt=job.cache_salt)
+    return tokens_input(token_ids)
 
 
 def _timings_of(output: Any) -> Timings | None:

@@ -44,8 +44,11 @@ class WeightEngine(Protocol):
     async def resume(self) -> None:
         """Resumes generation."""
 
-    async def clear_caches(self) -> None:
+    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
         """Empties the prefix and encoder caches; generation must be paused.
+
+        Args:
+            keeps_keys: keys and values stay, for requests that are open now only.
 
         Raises:
             WeightUpdateFailed: the prefix cache could not be cleared.
@@ -99,7 +102,12 @@ class VllmWeights:
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
-    async def clear_caches(self) -> None:
+    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
+        if keeps_keys:
+            if unscored := self._versions.keep_keys():
+                await self._llm.abort(unscored)
+            await self._llm.reset_encoder_cache()
+            return
         # Requests that continue drop their keys and values and compute them again. The engine's
         # cache of processed images stays: it does not depend on weights, and `SentImages` counts on it.
         is_clear, *_ = await asyncio.gather(

@@ -181,9 +181,5 @@ def _own(job: Job, prompt: Prepared, is_new: bool) -> Prepared:
     if not is_new:
         prompt = prompt._replace(elapsed_s=0.0, decode_s=0.0)
     # Ids as a list take ten times their bytes, so it is not kept.
-    own: dict[str, Any] = {
-        "prompt_token_ids": np.frombuffer(prompt.token_ids, dtype=np.int32).tolist()
-    }
-    if job.cache_salt:
-        own["cache_salt"] = job.cache_salt
+    own = {"prompt_token_ids": np.frombuffer(prompt.token_ids, dtype=np.int32).tolist()}
     return prompt._replace(engine_input={**prompt.engine_input, **own})

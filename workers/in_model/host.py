@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from titopool.wire.commands import TensorInfo
+from titopool.wire.pool_state import CacheMode
 from titopool.wire.weight_plan import checksum, plan_chunks
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.load.loader import Loader
@@ -54,14 +55,20 @@ class Host:
         self._arrivals.join(msgspec.structs.replace(given, rank=given.rank + self._model.rank))
 
     def begin(
-        self, tensors: bytes, is_partial: bool, chunk_bytes: int, setting: str, not_in_place: str
+        self,
+        tensors: bytes,
+        is_partial: bool,
+        chunk_bytes: int,
+        setting: str,
+        not_in_place: str,
+        cache: CacheMode,
     ) -> dict[str, Any]:
         """Checks names, shapes and dtypes, and plans where the tensors will wait.
 
         Args:
             tensors: MessagePack of a list of `TensorInfo`, here and below: vLLM takes 5 ms to
                 send as many lists as a model has tensors.
-            not_in_place: see `StagingRoom.choose`, here and below.
+            not_in_place, cache: see `StagingRoom.choose`, here and below.
 
         Returns:
             How the tensors fit, and the `staging`. If that needs generation to stand, or a layer is
@@ -69,7 +76,7 @@ class Host:
         """
         infos, report = self._checked(tensors, is_partial)
         if not report["split_layers"]:
-            report["staging"] = self._plan(infos, chunk_bytes, setting, not_in_place)
+            report["staging"] = self._plan(infos, chunk_bytes, setting, not_in_place, cache)
         return report
 
     def check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
@@ -88,22 +95,27 @@ class Host:
         return infos, report
 
     def take(
-        self, tensors: bytes, chunk_bytes: int, setting: str, not_in_place: str
+        self, tensors: bytes, chunk_bytes: int, setting: str, not_in_place: str, cache: CacheMode
     ) -> dict[str, Any]:
         """As `begin`, tensor by tensor, where more may follow."""
         infos = TENSORS.decode(tensors)
         for info in infos:
             self._proof.catalogue.check(info)
-        return {"staging": self._plan(infos, chunk_bytes, setting, not_in_place)}
+        return {"staging": self._plan(infos, chunk_bytes, setting, not_in_place, cache)}
 
     def _plan(
-        self, infos: list[TensorInfo], chunk_bytes: int, setting: str, not_in_place: str
+        self,
+        infos: list[TensorInfo],
+        chunk_bytes: int,
+        setting: str,
+        not_in_place: str,
+        cache: CacheMode,
     ) -> str:
         heads = self._proof.catalogue.tied_heads([one.name for one in infos])
         for head in heads if not not_in_place else ():
             not_in_place = f"{head}, which must equal the embedding and may be left out,"
         chunks, extra = plan_chunks(infos, chunk_bytes), self._loader.extra_bytes(infos)
-        return self._arrivals.plan(chunks, setting, extra, not_in_place).name
+        return self._arrivals.plan(chunks, setting, extra, not_in_place, cache).name
 
     def load(self) -> None:
         """Loads the tensors of an update in place as they come; does nothing for other stagings.

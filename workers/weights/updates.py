@@ -39,10 +39,11 @@ from titopool.wire.commands import (
 )
 from titopool.wire.distributions import Durations
 from titopool.wire.messages import UpdateTotals
-from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
+from titopool.wire.pool_state import CacheMode, PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Progress, Versions
 from workers.engine.weights import WeightEngine
 from workers.in_model.checkpoint_files import check_files
+from workers.in_model.receiving.staging import STANDING, InKvCache, InPlace
 from workers.weights.checks import (
     check_trainer_device,
     check_trainer_reachable,
@@ -59,9 +60,7 @@ from workers.weights.steps import Result, Steps
 
 logger = logging.getLogger(__name__)
 
-IN_KV_CACHE, IN_PLACE = "kv", "in_place"
-# The stagings (`workers/in_model/receiving/staging.py`) for which generation stands while tensors come.
-STANDING = (IN_PLACE, IN_KV_CACHE)
+IN_KV_CACHE, IN_PLACE = InKvCache.name, InPlace.name
 BY_COST = (*STANDING, "host", "beside")
 # Phases in which the worker waits for others and no step runs that would notice a deadline.
 WAITING = (Phase.RECEIVING, Phase.PREPARED)
@@ -114,6 +113,8 @@ class Updates:
         # Such calls, and how the tensors of so many calls fit the model.
         self._num_told = 0
         self._fit: tuple[int, dict[str, Any]] = (-1, {})
+        # What the update in progress does with the caches.
+        self._cache: CacheMode = "clear"
         # Where the last update's tensors waited; "folder", or "" before the first tensor.
         self.staging = ""
         # Whether the update in progress is being written into the model, or has been.
@@ -178,6 +179,11 @@ class Updates:
     def is_fetching(self) -> bool:
         """Whether this worker takes another one's weights."""
         return self.staging == "peer" and self.state.is_apart
+
+    @property
+    def _keeps_keys(self) -> bool:
+        """Whether requests in flight keep keys and values of earlier weights."""
+        return self._cache != "clear" and self.staging not in STANDING
 
     @property
     def timeout_s(self) -> float:
@@ -268,6 +274,7 @@ class Updates:
             fits = await self.call(
                 "begin", tensors, action.is_partial, self.chunk_bytes_of(action),
                 self.config.weight_staging, "a checksum" if action.with_checksum else "",
+                action.cache,
             )  # fmt: skip
         check_whole_layers(fits[0]["split_layers"])
         update = self.begin(action, action.session)
@@ -333,7 +340,7 @@ class Updates:
             # With many requests in flight, clearing the caches takes as long as a transfer.
             await self.call("receive")
         if is_new:
-            await self.engine.clear_caches()
+            await self.engine.clear_caches(keeps_keys=self._keeps_keys)
             self._must_clear = False
 
     async def set_aside(self) -> None:
@@ -345,7 +352,7 @@ class Updates:
         """Checks tensors of an update and starts to receive them."""
         answers = await self.call(
             "take", msgspec.msgpack.encode(tensors), chunk_bytes, self.config.weight_staging,
-            not_in_place,
+            not_in_place, self._cache,
         )  # fmt: skip
         # One list may fit beside the model and another one not.
         before = [{"staging": self.staging}] if self.staging else []
@@ -384,7 +391,7 @@ class Updates:
         """The weights of an update that begins now."""
         self.begin_clock()
         self._base_version = self.pool.weights.version
-        self.staging = "folder" if folder else ""
+        self.staging, self._cache = "folder" if folder else "", action.cache
         self.told, self._num_told, self._fit = {}, 0, (-1, {})
         if clock is None:
             clock = next_clock(max(self.pool.weights.clock, action.clock))
@@ -521,10 +528,11 @@ class Updates:
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
         self._count_phase("apply", time.monotonic() - begin)
+        keeps_keys = self._keeps_keys
         await self.serve(update, progress)
         return {
             "version": update.version, "previous_version": self._base_version, **result,
-            "staging": self.staging,
+            "staging": self.staging, "cache": "keep" if keeps_keys else "clear",
             "update_s": round(self.last_update_s, 4), "paused_s": round(self.last_paused_s, 4),
         }  # fmt: skip
 
@@ -536,7 +544,8 @@ class Updates:
             update.version,
             self.staging or "folder",
         )
-        self.versions.switch(update.version, progress)
+        self.versions.switch(update.version, progress, keeps_keys=self._keeps_keys)
+        self._cache = "clear"
         self.is_in_model = self.pauses.is_held = False
         try:
             await self.pauses.end_commit(self.engine)

@@ -46,9 +46,10 @@ class Models(NamedTuple):
     old: str
     new: str
 
-    def update(self, folder: str, policy: str = "abort") -> int:
+    def update(self, folder: str, policy: str = "abort", cache: str = "clear") -> int:
         """Loads the weights in `folder`; returns their version."""
-        answer = self.server.post("/update_weights", {"path": folder, "policy": policy})
+        body = {"path": folder, "policy": policy, "cache": cache}
+        answer = self.server.post("/update_weights", body)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["version"])
 
@@ -144,18 +145,18 @@ def scoring_body(form: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "form, policy",
+    "form, policy, cache",
     [
-        ("binary", "abort"),
-        pytest.param("json", "abort", marks=pytest.mark.variant),
-        ("binary", "keep"),
+        ("binary", "abort", "clear"),
+        pytest.param("json", "abort", "clear", marks=pytest.mark.variant),
+        ("binary", "keep", "clear"), ("binary", "keep", "keep"),
     ],
-)
+)  # fmt: skip
 def test_sequences_interrupted_by_an_update_are_scored_with_the_new_weights(
-    models, start_request, form, policy
+    models, start_request, form, policy, cache
 ):
     pending = start_request("/get_sequence_logprobs/", scoring_body(form))
-    models.update(models.new, policy)
+    models.update(models.new, policy, cache)
     answer = pending.result()
     assert answer.status_code == 200, answer.text
     scored = actual_logprobs(answer.json())

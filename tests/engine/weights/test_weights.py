@@ -187,6 +187,20 @@ def test_drain_finishes_requests_with_the_old_weights(
     assert_serves(server, other_model)
 
 
+def test_requests_in_flight_keep_their_keys(
+    server: Server, client: WeightsClient, other_model: str
+):
+    client.open()
+    generation = Generation(server, num_tokens=LONGEST)
+    wait_until(lambda: begun(server, 2), 20)
+    result = client.update(tensors_of(other_model), policy="keep", version=5, cache="keep")
+    assert (result["staging"], result["cache"]) == ("host", "keep")
+    answer = generation.join()
+    assert [[version for version, _ in one] for one in answer["weight_versions"]] == [[0, 5]] * 2
+    assert answer["kv_from"] == [[0, 0]] * 2
+    assert_serves(server, other_model)
+
+
 def test_abort_returns_the_tokens_so_far(server: Server, client: WeightsClient, other_model: str):
     client.open()
     generation = Generation(server, num_tokens=LONGEST, n=2)

@@ -119,7 +119,9 @@ class EngineInProcess:
         """
         with _stock_trainer(self) if is_stock else _own_trainer(self) as send:
             infos = msgspec.msgpack.encode(Source(tensors).infos)
-            report: dict[str, Any] = self.call("begin", infos, partial, CHUNK_BYTES, "auto", "")
+            report: dict[str, Any] = self.call(
+                "begin", infos, partial, CHUNK_BYTES, "auto", "", "clear"
+            )
             self.call("receive")
             send(tensors)
             wait_until(self._has_received, TIMEOUT_S, lambda: str(self.call("status")))

@@ -23,7 +23,7 @@ ROOTS = [
 ]  # fmt: skip
 # Of what messages consist of, by version. A new version gets a new line; the last line changes only
 # before a release has it.
-DIGESTS = {1: "0e294edee0a167ae", 2: "ef959291f06ae766"}
+DIGESTS = {1: "0e294edee0a167ae", 2: "8e58af75c84af827"}
 
 
 def schema(roots: Sequence[Any] = ROOTS) -> dict[str, Any]:

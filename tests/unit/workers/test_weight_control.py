@@ -74,6 +74,35 @@ def test_generation_is_paused_before_weights_arrive_in_the_kv_cache():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "cache, staging, expected",
+    [
+        ("keep", "host", "keep keys"), ("prefer_keep", "beside", "keep keys"),
+        ("prefer_keep", "kv", "clear"), ("clear", "beside", "clear"),
+    ],
+)  # fmt: skip
+def test_caches_are_kept_where_weights_wait_elsewhere(cache: Any, staging: str, expected: str):
+    async def update(worker: Worker, name: str, **fields: Any) -> dict[str, Any]:
+        await worker.good(announcement(name, **fields))
+        await worker.good(PrepareUpdate(name, "keep"))
+        await worker.good(AwaitStep("prepare", name))
+        await worker.good(ApplyUpdate(name))
+        return dict(await worker.good(AwaitStep("apply", name)))
+
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = staging
+        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
+        await worker.good(AwaitStep("join", "s"))
+        result = await update(worker, "u", cache=cache)
+        assert result["cache"] == ("keep" if expected == "keep keys" else "clear")
+        # It holds for one update.
+        assert (await update(worker, "v"))["cache"] == "clear"
+
+    worker = run(story)
+    cleared = [one for one in worker.engine.calls if one in ("keep keys", "clear")]
+    assert cleared == [expected, "clear"]
+
+
 @pytest.mark.parametrize("protocol", ["trl", "vllm"])
 def test_a_tied_head_that_was_trained_leaves_the_old_weights(protocol: Any):
     async def story(worker: Worker) -> None:

@@ -44,6 +44,45 @@ def weights(versions: Versions, requests: Requests, answers: Any = None) -> Vllm
     return VllmWeights(llm, versions)
 
 
+def test_requests_in_flight_alone_read_keys_that_were_kept():
+    versions = Versions()
+    with versions.request(1) as old, versions.request(2) as unknown:
+        assert (versions.cache_salt(None), versions.cache_salt("a")) == (None, "0:a")
+        assert versions.keep_keys() == []
+        assert (versions.cache_salt(None), versions.cache_salt("a")) == ("1", "1:a")
+        with versions.request(3) as new:
+            # The engine does not have the second one yet.
+            versions.switch(5, {old: 10, new: 0}, keeps_keys=True)
+            history = versions.history(old)
+            assert (history.spans(12), history.kv_from(12)) == ([(0, 0), (5, 10)], [0, 0])
+            assert (history.spans(10), history.kv_from(10)) == ([(0, 0)], [])
+            history = versions.history(unknown)
+            assert (history.spans(1), history.kv_from(1)) == ([(5, 0)], [0])
+            history = versions.history(new)
+            assert (history.spans(1), history.kv_from(1)) == ([(5, 0)], [])
+            # All compute theirs again.
+            versions.switch(6, {old: 20, unknown: 1, new: 4})
+            history = versions.history(old)
+            assert history.spans(30) == [(0, 0), (5, 10), (6, 20)]
+            assert history.kv_from(30) == [0, 0, 6]
+    with versions.request(4) as later:
+        assert versions.history(later).kv_from(1) == []
+
+
+def test_a_prompt_that_is_being_scored_begins_again_with_the_new_weights():
+    versions, scored = Versions(), asyncio.Event()
+    with (
+        versions.request(1),
+        versions.request(2, is_scored=asyncio.Event()) as unscored,
+        versions.request(3, is_scored=scored),
+    ):
+        scored.set()
+        num_aborts = versions.num_aborts
+        assert versions.keep_keys() == [unscored]
+        assert versions.num_aborts == num_aborts + 1
+    assert versions.keep_keys() == []
+
+
 def test_new_requests_do_not_prolong_a_pause():
     versions = Versions()
 

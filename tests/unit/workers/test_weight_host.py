@@ -82,7 +82,7 @@ class Hosted:
         return not any(one.any() for one in self.module.parameters())
 
     def begin(self, setting: str = "beside") -> dict[str, Any]:
-        report: dict[str, Any] = self.host.begin(ENCODED, False, 0, setting, "")
+        report: dict[str, Any] = self.host.begin(ENCODED, False, 0, setting, "", "clear")
         return report
 
 
@@ -161,7 +161,7 @@ def test_what_goes_into_the_kv_cache_comes_once_generation_stands(monkeypatch: p
     receiver = FakeReceiver()
     arrivals = with_kv_cache(receiver, monkeypatch)
     chunks = plan_chunks(INFOS, 0)
-    assert arrivals.plan(chunks, "kv", 0, "").name == "kv"
+    assert arrivals.plan(chunks, "kv", 0, "", "clear").name == "kv"
     assert receiver.announced == []
     arrivals.receive()
     arrivals.receive()
@@ -177,7 +177,7 @@ def test_what_goes_into_the_kv_cache_comes_once_generation_stands(monkeypatch: p
 def test_what_came_moves_out_of_the_kv_cache_where_there_is_room(monkeypatch: pytest.MonkeyPatch):
     receiver = FakeReceiver()
     arrivals = with_kv_cache(receiver, monkeypatch)
-    arrivals.plan(plan_chunks(INFOS, 0), "kv", 0, "")
+    arrivals.plan(plan_chunks(INFOS, 0), "kv", 0, "", "clear")
     arrivals.receive()
     (staging,) = receiver.announced
     staging.names = ["first"]

@@ -147,14 +147,14 @@ def test_a_tied_head_does_not_go_in_place():
     with_tied_head(host._proof)
     asked = []
 
-    def choose(chunks: Any, extra: int, not_in_place: str, num_sharing: int) -> Any:
+    def choose(chunks: Any, extra: int, not_in_place: str, *_: Any) -> Any:
         asked.append(not_in_place)
         return SimpleNamespace(name="in_place")
 
     host._arrivals._room = SimpleNamespace(choose=choose)
     host._arrivals._receiver = SimpleNamespace(announce=lambda *_: None)
     for sent in (TENSORS, TENSORS[:-1]):
-        host._plan(sent, 0, "in_place", "")
+        host._plan(sent, 0, "in_place", "", "clear")
     assert asked == ["lm_head.weight, which must equal the embedding and may be left out,", ""]
 
 

@@ -27,6 +27,7 @@ from workers.in_model.receiving.staging import (
     InPlace,
     KvCacheMemory,
     StagingRoom,
+    stagings,
 )
 
 CPU = torch.device("cpu")
@@ -204,10 +205,32 @@ def test_beside_a_gpu_weights_wait_in_the_host_s_memory_where_no_other_has_room(
     # Three chunks of 10,400 bytes in all; the KV cache has 4,096.
     chunks = plan_chunks(tensors(1000, 1000, 600), 0)
     if expected == "host":
-        assert found.choose(chunks, extra, "", num_sharing).name == "host"
+        assert found.choose(chunks, extra, num_sharing=num_sharing).name == "host"
     else:
         with pytest.raises(Refused, match=expected):
-            found.choose(chunks, extra, "", num_sharing)
+            found.choose(chunks, extra, num_sharing=num_sharing)
+
+
+@pytest.mark.parametrize(
+    "setting, cache, expected",
+    [
+        ("auto", "clear", ["beside", "kv", "host"]), ("auto", "keep", ["beside", "host"]),
+        ("auto", "prefer_keep", ["beside", "host", "kv"]), ("host", "keep", ["host"]),
+        ("in_place", "prefer_keep", ["beside", "kv", "in_place"]), ("kv", "keep", []),
+    ],
+)  # fmt: skip
+def test_weights_wait_outside_of_a_cache_that_is_kept(
+    setting: str, cache: Any, expected: list[str]
+):
+    assert stagings(setting, cache) == expected
+
+
+def test_a_cache_that_cannot_be_kept_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
+    chunks = plan_chunks(tensors(1000, 1000), 0)
+    found = room("auto", layers(2), 7000, monkeypatch)
+    with pytest.raises(Refused, match=r"cache=keep.*or let the caches be cleared \(cache: prefer"):
+        found.choose(chunks, 0, cache="keep")
+    assert found.choose(chunks, 0, cache="prefer_keep").name == "kv"
 
 
 def test_the_host_s_memory_is_kept_for_the_next_update(monkeypatch: pytest.MonkeyPatch):

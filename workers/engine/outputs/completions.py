@@ -144,12 +144,14 @@ class Stream:
         self._num_characters += len(text)
         ids = array("i", new_ids).tobytes()
         packed = None if flat is None else pack_since(flat, num_before, new_ids)
+        history = self._history()
         return Completion(
             token_ids=ids,
             finish_reason=finish_reason,
             logprobs=packed,
             # Spans of all tokens so far: a reader of the last chunk needs no earlier ones.
-            weight_versions=self._history().spans(self.num_sent),
+            weight_versions=history.spans(self.num_sent),
+            kv_from=history.kv_from(self.num_sent),
             text=text,
             stop_reason=stop_reason,
             **fields,
@@ -219,6 +221,7 @@ class RunContext:
             finish_reason=finish_reason,
             logprobs=packed,
             weight_versions=history.spans(len(item.token_ids)),
+            kv_from=history.kv_from(len(item.token_ids)),
             text="" if self.sender else item.text,
             stop_reason=item.stop_reason,
             message=message,

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from titopool.wire.pool_state import CacheMode
 from titopool.wire.weight_plan import Chunk
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import GroupArgs
@@ -105,14 +106,19 @@ class Arrivals:
         return next((one for one in self._stagings if isinstance(one, InPlace)), None)
 
     def plan(
-        self, chunks: list[Chunk], setting: str, extra_bytes: int, not_in_place: str
+        self,
+        chunks: list[Chunk],
+        setting: str,
+        extra_bytes: int,
+        not_in_place: str,
+        cache: CacheMode,
     ) -> Staging:
         """Chooses where `chunks` wait, as `StagingRoom.choose`; receives them if generation may go on."""
         receiver = self.receiver
         if self._room is None:
             self._room = StagingRoom(setting, self._model.device, self._model.kv_caches)
         sharing = num_sharing(self._num_receiving)
-        staging = self._room.choose(chunks, extra_bytes, not_in_place, sharing)
+        staging = self._room.choose(chunks, extra_bytes, not_in_place, cache, sharing)
         self._stagings = [*self._stagings, staging]
         if isinstance(staging, InKvCache | InPlace):
             self._planned = (chunks, staging)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from titopool.wire.pool_state import CacheMode
 from titopool.wire.weight_plan import Chunk, message_of, views_of
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import Channel
@@ -32,6 +33,10 @@ SPARE_GPU_BYTES = 2 * 2**30
 # Chunks next to the model during an update in place: one is loaded while the other comes.
 NUM_IN_PLACE = 2
 GIB = 2**30
+# Of settings that name several.
+ORDERS = {"auto": ("beside", "kv", "host"), "in_place": ("beside", "kv", "in_place")}
+# For these, generation stands while tensors come, with empty caches.
+STANDING = ("in_place", "kv")
 
 
 class Staging(Protocol):
@@ -284,6 +289,16 @@ def _storages(kv_caches: Any) -> Iterator[Any]:
             yield torch.empty(0, dtype=torch.uint8, device=one.device).set_(storage)
 
 
+def stagings(setting: str, cache: CacheMode) -> list[str]:
+    """The names of the stagings that the setting `weight_staging` allows, in the order of trial."""
+    order = ORDERS.get(setting, (setting,))
+    standing = [one for one in order if one in STANDING]
+    keeping = [one for one in order if one not in STANDING]
+    if cache == "clear":
+        return list(order)
+    return keeping if cache == "keep" else keeping + standing
+
+
 class StagingRoom:
     """Chooses the staging of each update of one process."""
 
@@ -302,51 +317,58 @@ class StagingRoom:
         chunks: Sequence[Chunk],
         extra_bytes: int,
         not_in_place: str = "",
+        cache: CacheMode = "clear",
         num_sharing: int = 1,
     ) -> Staging:
         """The staging for `chunks`; loading them takes `extra_bytes` of GPU memory in addition.
 
         Args:
             not_in_place: what about the update cannot be loaded in place; empty: it can.
+            cache: whether keys and values stay where they are.
             num_sharing: processes of this host that receive the same update.
 
         Raises:
             Refused: the setting allows no memory that is large enough.
         """
-        setting, num_bytes = self._setting, sum(chunk.num_bytes for chunk in chunks)
+        num_bytes, largest = (get(chunk.num_bytes for chunk in chunks) for get in (sum, max))
         room = self._num_free() - extra_bytes
-        if setting not in ("kv", "host") and self.fits_beside(num_bytes + extra_bytes):
-            return Beside(self._device)
-        kv_bytes = 0
-        if setting not in ("beside", "host") and self._kv is not None:
-            staging, kv_bytes = InKvCache(self._kv, self._device), self._kv.num_bytes
-            if room >= 0 and staging.reserve(chunks, room):
-                return staging
         host_bytes = self._host.free_bytes(num_sharing)
-        if setting in ("auto", "host") and room >= 0 and num_bytes <= host_bytes:
-            return InHost(self._host, num_bytes)
-        advice = (
-            "set weight_staging to auto, which takes the host's memory too, or to in_place (an update "
-            "that fails then restarts the worker, which has lost its weights)"
-        )
-        if setting == "in_place":
-            # The next chunk may come before the model's thread has let go of the last one.
-            needed = (NUM_IN_PLACE + 1) * max(chunk.num_bytes for chunk in chunks)
-            if not not_in_place and needed <= room:
+        # The next chunk may come before the model's thread has let go of the last one.
+        needed_in_place = (NUM_IN_PLACE + 1) * largest
+        for name in stagings(self._setting, cache):
+            if name == "beside" and self.fits_beside(num_bytes + extra_bytes):
+                return Beside(self._device)
+            if name == "kv" and self._kv is not None and room >= 0:
+                staging = InKvCache(self._kv, self._device)
+                if staging.reserve(chunks, room):
+                    return staging
+            if name == "host" and room >= 0 and num_bytes <= host_bytes:
+                return InHost(self._host, num_bytes)
+            if name == "in_place" and not not_in_place and needed_in_place <= room:
                 return InPlace(self._device, chunks)
-            advice = (
-                f"{not_in_place or f'three chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
-                "all tensors at once, without a checksum and in smaller chunks, or set "
-                "weight_staging to auto, which takes the host's memory"
-            )
-        elif setting in ("auto", "host"):
+        if self._setting in ("auto", "host"):
             advice = "give the host or its container more memory"
+        elif self._setting == "in_place":
+            reason = not_in_place or f"three chunks, {needed_in_place / GIB:.1f} GiB,"
+            advice = (
+                f"{reason} cannot go in place; send all tensors at once, without a checksum and in "
+                "smaller chunks, or set weight_staging to auto, which takes the host's memory"
+            )
+        else:
+            advice = (
+                "set weight_staging to auto, which takes the host's memory too, or to in_place (an "
+                "update that fails then restarts the worker, which has lost its weights)"
+            )
+        if cache == "keep":
+            advice += "; or let the caches be cleared (cache: prefer_keep or clear)"
+        kv_bytes = 0 if self._kv is None else self._kv.num_bytes
         raise Refused(
             f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
             f"{max(0, room) / GIB:.1f} GiB are free beside the model once {extra_bytes / GIB:.1f} GiB "
             f"are kept for loading, {kv_bytes / GIB:.1f} GiB are in the KV cache, and "
             f"{max(0, host_bytes) / GIB:.1f} GiB of the host's memory for each of {num_sharing} "
-            f"processes (weight_staging={setting}); lower gpu_memory_utilization; or {advice}"
+            f"processes (weight_staging={self._setting}, cache={cache}); lower "
+            f"gpu_memory_utilization; or {advice}"
         )
 
     def fits_beside(self, num_bytes: int) -> bool:
