@@ -154,19 +154,13 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def weights_server(
     tiny_model: str, weights_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The same for tests that change weights, kill workers and let updates time out.
-
-    Updates wait in the host's memory.
-    """
+    """The same for tests that change weights, kill workers and let updates time out."""
     need_gpus(3)
     log = tmp_path_factory.mktemp("weights-server") / "log"
     options = (
         "--num-workers", "2", "--num-front-ends", "2", *ENGINE_OPTIONS, "--max-model-len", "1024",
     )  # fmt: skip
-    updates = (
-        "--weights-root", str(weights_root), "--weight-update-timeout-s", "15",
-        "--weight-staging", "host",
-    )  # fmt: skip
+    updates = ("--weights-root", str(weights_root), "--weight-update-timeout-s", "15")
     with running_server(tiny_model, *options, *updates, log=log, num_workers=2) as running:
         yield running
 

@@ -51,7 +51,7 @@ SIZES = {
     "workers.cluster": 302,
     "workers.engine": 2182,
     "workers.images": 410,
-    "workers.in_model": 2600,
+    "workers.in_model": 2698,
     "workers.serving": 1456,
     "workers.supervisor": 1189,
     "workers.weights": 1232,

@@ -76,7 +76,7 @@ class Host:
         """
         infos, report = self._checked(tensors, is_partial)
         if not report["split_layers"]:
-            report["staging"] = self._plan(infos, chunk_bytes, setting, not_in_place, cache)
+            report["staging"] = self._plan(infos, chunk_bytes, setting, not_in_place, cache, 0)
         return report
 
     def check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
@@ -101,7 +101,8 @@ class Host:
         infos = TENSORS.decode(tensors)
         for info in infos:
             self._proof.catalogue.check(info)
-        return {"staging": self._plan(infos, chunk_bytes, setting, not_in_place, cache)}
+        whole = self._proof.catalogue.num_bytes
+        return {"staging": self._plan(infos, chunk_bytes, setting, not_in_place, cache, whole)}
 
     def _plan(
         self,
@@ -110,12 +111,13 @@ class Host:
         setting: str,
         not_in_place: str,
         cache: CacheMode,
+        whole_bytes: int,
     ) -> str:
         heads = self._proof.catalogue.tied_heads([one.name for one in infos])
         for head in heads if not not_in_place else ():
             not_in_place = f"{head}, which must equal the embedding and may be left out,"
         chunks, extra = plan_chunks(infos, chunk_bytes), self._loader.extra_bytes(infos)
-        return self._arrivals.plan(chunks, setting, extra, not_in_place, cache).name
+        return self._arrivals.plan(chunks, setting, extra, not_in_place, cache, whole_bytes).name
 
     def load(self) -> None:
         """Loads the tensors of an update in place as they come; does nothing for other stagings.

@@ -61,7 +61,7 @@ from workers.weights.steps import Result, Steps
 logger = logging.getLogger(__name__)
 
 IN_KV_CACHE, IN_PLACE = InKvCache.name, InPlace.name
-BY_COST = (*STANDING, "host", "beside")
+BY_PAUSE = (*STANDING, "host", "beside")
 # Phases in which the worker waits for others and no step runs that would notice a deadline.
 WAITING = (Phase.RECEIVING, Phase.PREPARED)
 # Phases in which the worker waits for the trainer or for other ranks.
@@ -868,6 +868,6 @@ def stop_step(update_id: str) -> tuple[str, str]:
 
 
 def staging_of(answers: list[dict[str, Any]]) -> str:
-    """The staging of a worker from those of its processes: the one that takes longest."""
+    """The staging of a worker from those of its processes: the one that governs its pause."""
     names = {one["staging"] for one in answers}
-    return next(one for one in BY_COST if one in names)
+    return next(one for one in BY_PAUSE if one in names)

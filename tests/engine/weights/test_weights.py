@@ -194,7 +194,7 @@ def test_requests_in_flight_keep_their_keys(
     generation = Generation(server, num_tokens=LONGEST)
     wait_until(lambda: begun(server, 2), 20)
     result = client.update(tensors_of(other_model), policy="keep", version=5, cache="keep")
-    assert (result["staging"], result["cache"]) == ("host", "keep")
+    assert (result["staging"], result["cache"]) == ("beside", "keep")
     answer = generation.join()
     assert [[version for version, _ in one] for one in answer["weight_versions"]] == [[0, 5]] * 2
     assert answer["kv_from"] == [[0, 0]] * 2

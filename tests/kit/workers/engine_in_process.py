@@ -119,8 +119,10 @@ class EngineInProcess:
         """
         with _stock_trainer(self) if is_stock else _own_trainer(self) as send:
             infos = msgspec.msgpack.encode(Source(tensors).infos)
+            # Both ways in which generation goes on meanwhile.
+            staging = "host" if is_stock else "auto"
             report: dict[str, Any] = self.call(
-                "begin", infos, partial, CHUNK_BYTES, "auto", "", "clear"
+                "begin", infos, partial, CHUNK_BYTES, staging, "", "clear"
             )
             self.call("receive")
             send(tensors)

@@ -194,8 +194,8 @@ def test_a_commit_that_was_applied_succeeds_though_all_workers_are_lost_then(
     fake.pool.mark_worker_lost("w0", "killed")
     monkeypatch.setattr(updates, "group_workers", lambda of: (fake.commands, []))
     done = Committed(
-        version=1, previous_version=0, loaded=1, staging="device", update_s=0.0, paused_s=0.0,
-        prepare_s=0.0, apply_s=0.0, lost=[],
+        version=1, previous_version=0, loaded=1, staging="device", cache="clear", update_s=0.0,
+        paused_s=0.0, prepare_s=0.0, apply_s=0.0, lost=[],
     )  # fmt: skip
     monkeypatch.setattr(updates, "commit_update", lambda *_: done)
     with Flask(__name__).test_request_context(data='{"update": "u", "policy": "keep"}'):

@@ -5,6 +5,7 @@ import pickle
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,12 @@ from titopool.wire.rendezvous import ID_KEY, nccl_id_in, rank_key
 from titopool.wire.weight_plan import checksum, plan_chunks
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving import group as workers_group
+from workers.in_model.receiving import host_memory
 from workers.in_model.receiving.arrivals import LEAVE_TIMEOUT_S, Arrivals
 from workers.in_model.receiving.group import Group, GroupArgs
+from workers.in_model.receiving.host_memory import HostMemory
 from workers.in_model.receiving.receiver import Receiver
-from workers.in_model.receiving.staging import Beside, InKvCache, KvCacheMemory
+from workers.in_model.receiving.staging import Beside, InHost, InKvCache, KvCacheMemory
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -200,6 +203,36 @@ def test_the_client_s_group_names_the_ranks_that_are_missing(receivers):
     # The closed store ends the wait of the rank that had come.
     assert receiver.has_ended(SOON_S)
     assert receiver.error
+
+
+def test_an_update_that_ends_takes_no_more_of_the_host_s_memory(
+    receivers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """To register 60 GB with CUDA takes half a minute."""
+    monkeypatch.setattr(host_memory, "CLAIMS", tmp_path / "claims")
+    num_taken = 0
+
+    def slowly(num_bytes: int, device: Any) -> torch.Tensor:
+        nonlocal num_taken
+        num_taken += 1
+        time.sleep(0.3)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_memory, "_new_buffer", slowly)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 64)
+    trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
+    (receiver,) = receivers(trainer.port, 1)
+    trainer.form(should_stop=lambda: False)
+    wait_until(lambda: awaited(receiver) is None, SOON_S)
+    chunks = plan_chunks(infos_of([(f"t{index}", torch.ones(16)) for index in range(40)]), 0)
+    staging = InHost(HostMemory(CPU))
+    assert staging.reserve(chunks)
+    receiver.announce(chunks, staging)
+    wait_until(lambda: num_taken > 0, SOON_S)
+    receiver.close()
+    assert receiver.has_ended(SOON_S)
+    assert num_taken < len(chunks)
+    trainer.abort()
 
 
 # ---- what is awaited -----------------------------------------------------------------

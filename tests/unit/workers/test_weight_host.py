@@ -161,7 +161,7 @@ def test_what_goes_into_the_kv_cache_comes_once_generation_stands(monkeypatch: p
     receiver = FakeReceiver()
     arrivals = with_kv_cache(receiver, monkeypatch)
     chunks = plan_chunks(INFOS, 0)
-    assert arrivals.plan(chunks, "kv", 0, "", "clear").name == "kv"
+    assert arrivals.plan(chunks, "kv", 0, "", "clear", 0).name == "kv"
     assert receiver.announced == []
     arrivals.receive()
     arrivals.receive()
@@ -174,10 +174,23 @@ def test_what_goes_into_the_kv_cache_comes_once_generation_stands(monkeypatch: p
     assert receiver.is_closed
 
 
+def test_memory_of_the_host_is_not_used_again_while_nccl_may_write_there():
+    receiver = FakeReceiver()
+    arrivals: Any = Arrivals(StubModel(torch.nn.Module()))
+    arrivals._receiver = receiver
+    assert arrivals.plan(plan_chunks(INFOS, 0), "host", 0, "", "clear", 0).name == "host"
+    receiver.has_ended_ = False
+    with pytest.raises(CannotLeave, match="a former group did not end"):
+        arrivals.drop()
+    receiver.has_ended_ = True
+    arrivals.drop()
+    assert receiver.is_closed
+
+
 def test_what_came_moves_out_of_the_kv_cache_where_there_is_room(monkeypatch: pytest.MonkeyPatch):
     receiver = FakeReceiver()
     arrivals = with_kv_cache(receiver, monkeypatch)
-    arrivals.plan(plan_chunks(INFOS, 0), "kv", 0, "", "clear")
+    arrivals.plan(plan_chunks(INFOS, 0), "kv", 0, "", "clear", 0)
     arrivals.receive()
     (staging,) = receiver.announced
     staging.names = ["first"]

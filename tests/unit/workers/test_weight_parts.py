@@ -154,7 +154,7 @@ def test_a_tied_head_does_not_go_in_place():
     host._arrivals._room = SimpleNamespace(choose=choose)
     host._arrivals._receiver = SimpleNamespace(announce=lambda *_: None)
     for sent in (TENSORS, TENSORS[:-1]):
-        host._plan(sent, 0, "in_place", "", "clear")
+        host._plan(sent, 0, "in_place", "", "clear", 0)
     assert asked == ["lm_head.weight, which must equal the embedding and may be left out,", ""]
 
 

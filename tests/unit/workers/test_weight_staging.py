@@ -1,6 +1,8 @@
 """Where received weights wait: parts of a KV cache, and the choice between the places."""
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.servers import REPOSITORY, environment
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import Chunk, plan_chunks
 from workers.in_model.checkpoint_files import Refused
@@ -17,9 +20,9 @@ from workers.in_model.receiving import host_memory
 from workers.in_model.receiving.host_memory import (
     BLOCK_BYTES,
     SPARE_BYTES,
+    Claims,
     HostMemory,
     free_host_bytes,
-    num_sharing,
 )
 from workers.in_model.receiving.staging import (
     InHost,
@@ -143,7 +146,7 @@ def room(setting: str, kv: Any, free: int, monkeypatch: pytest.MonkeyPatch) -> S
     "setting, free, expected",
     [
         ("auto", 9000, "beside"), ("auto", 7000, "kv"), ("kv", 9000, "kv"), ("beside", 9000, "beside"),
-        ("host", 8000, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
+        ("host", 2**27, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
     ],
 )  # fmt: skip
 def test_weights_wait_beside_the_model_or_in_the_kv_cache(
@@ -166,8 +169,10 @@ def test_an_update_that_fits_nowhere_is_refused(
 ):
     chunks = plan_chunks(tensors(1000, 1000, 600), 0)
     kv = layers(num_layers) if num_layers else None
-    with pytest.raises(Refused, match=rf"weight_staging={setting}.*lower gpu_memory_utilization"):
+    with pytest.raises(Refused, match=rf"weight_staging={setting}") as caught:
         room(setting, kv, free, monkeypatch).choose(chunks, extra)
+    # The GPU's memory does not help where only the host's may be used.
+    assert ("lower gpu_memory_utilization" in str(caught.value)) == (setting != "host")
     # What else the setting may be, and what that costs.
     for setting, advice in (
         ("auto", "give the host or its container more memory"),
@@ -180,35 +185,50 @@ def test_an_update_that_fits_nowhere_is_refused(
 # ---- the host's memory ---------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(host_memory, "CLAIMS", tmp_path / "claims")
+    return tmp_path / "claims"
+
+
 @pytest.mark.parametrize(
-    "host_free, num_sharing, extra, expected",
+    "host_free, extra, expected",
     [
-        (10_400, 1, 4000, "host"), (20_800, 2, 0, "host"),
-        (10_399, 1, 0, "0.0 GiB of the host's memory for each of 1 processes"),
-        (20_799, 2, 0, "0.0 GiB of the host's memory for each of 2 processes"),
-        # The GPU has no room for what loading takes.
-        (10_400, 1, 4001, "give the host or its container more memory"),
+        (BLOCK_BYTES, 4000, "host"),
+        (
+            BLOCK_BYTES - 1,
+            0,
+            r"0.1 GiB of the host's memory may be taken .*; or give the host or its",
+        ),
+        # The GPU has no room for what loading takes: more of the host's memory does not help.
+        (BLOCK_BYTES, 4001, r"loading takes 0.0 GiB.*cache=clear\); lower gpu_memory_utilization$"),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("setting", ["auto", "host"])
+)
 def test_beside_a_gpu_weights_wait_in_the_host_s_memory_where_no_other_has_room(
-    setting: str,
-    host_free: int,
-    num_sharing: int,
-    extra: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    host_free: int, extra: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: SPARE_BYTES + host_free)
     monkeypatch.setattr(StagingRoom, "_num_free", lambda room: 4000)
-    found = StagingRoom(setting, SimpleNamespace(type="cuda"), layers(1))
-    # Three chunks of 10,400 bytes in all; the KV cache has 4,096.
+    # Three chunks of 10,400 bytes in all, in one block; the KV cache has 4,096.
+    found = StagingRoom("auto", SimpleNamespace(type="cuda"), layers(1))
     chunks = plan_chunks(tensors(1000, 1000, 600), 0)
     if expected == "host":
-        assert found.choose(chunks, extra, num_sharing=num_sharing).name == "host"
+        assert found.choose(chunks, extra).name == "host"
     else:
         with pytest.raises(Refused, match=expected):
-            found.choose(chunks, extra, num_sharing=num_sharing)
+            found.choose(chunks, extra)
+
+
+def test_weights_of_several_lists_do_not_stop_generation_from_the_first_one_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: SPARE_BYTES + BLOCK_BYTES)
+    monkeypatch.setattr(StagingRoom, "_num_free", lambda room: 4000)
+    found = StagingRoom("auto", SimpleNamespace(type="cuda"), layers(1))
+    (chunk,) = plan_chunks(tensors(1000), 0)
+    # The KV cache has 4,096 bytes.
+    assert found.choose([chunk], 0, whole_bytes=4097).name == "host"
+    assert found.choose([chunk], 0, whole_bytes=4096).name == "kv"
 
 
 @pytest.mark.parametrize(
@@ -233,46 +253,114 @@ def test_a_cache_that_cannot_be_kept_is_an_error_that_says_so(monkeypatch: pytes
     assert found.choose(chunks, 0, cache="prefer_keep").name == "kv"
 
 
-def test_the_host_s_memory_is_kept_for_the_next_update(monkeypatch: pytest.MonkeyPatch):
+def test_the_host_s_memory_is_kept_for_the_next_update():
     memory = HostMemory(CPU)
     chunks = plan_chunks(tensors(200, 100, 300, 50), 512)
-    blocks = []
+    addresses = []
     for _ in range(2):
-        staging = InHost(memory, 2600)
+        staging = InHost(memory)
+        assert staging.reserve(chunks)
         assert received(staging, chunks) == [one % 251 for one in range(2600)]
         assert memory.num_bytes == BLOCK_BYTES
-        blocks.append(memory.take(1).untyped_storage().data_ptr())
+        (place,) = memory.reserve([4]) or []
+        addresses.append(memory.take(place).untyped_storage().data_ptr())
         staging.release()
-    assert blocks[0] == blocks[1]
-    # What it holds counts as free for the next one, and what that reserves does not.
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert memory.free_bytes(2) == BLOCK_BYTES + 500
-    memory.reserve(700)
-    assert memory.free_bytes(2) == BLOCK_BYTES - 200
+    assert addresses[0] == addresses[1]
 
 
-def test_an_update_in_larger_chunks_takes_no_second_memory():
+def test_parts_of_several_lists_do_not_overlap_and_are_aligned():
     memory = HostMemory(CPU)
-    half = BLOCK_BYTES // 2 + 1
-    memory.reserve(3 * half)
-    parts = [memory.take(half) for _ in range(3)]
-    assert len({one.data_ptr() for one in parts}) == 3
-    assert memory.num_bytes == 3 * BLOCK_BYTES
-    del parts
+    places = [*(memory.reserve([5, 300]) or []), *(memory.reserve([0, BLOCK_BYTES, 7]) or [])]
+    parts = [memory.take(one) for one in places]
+    assert [len(one) for one in parts] == [5, 300, 0, BLOCK_BYTES, 7]
+    ranges = sorted((one.data_ptr(), one.data_ptr() + len(one)) for one in parts if len(one))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    assert all((one.begin % 256) == 0 for one in places)
+
+
+@pytest.mark.parametrize("size", [BLOCK_BYTES // 2 + 1, 3 * BLOCK_BYTES])
+def test_an_update_in_other_chunks_takes_no_second_memory(
+    size: int, monkeypatch: pytest.MonkeyPatch
+):
+    free = [4 * BLOCK_BYTES]
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free[0])
+    memory = HostMemory(CPU)
+    for one in memory.reserve([BLOCK_BYTES] * 3) or []:
+        memory.take(one)
+        free[0] -= BLOCK_BYTES
     memory.free()
-    memory.reserve(3 * BLOCK_BYTES)
-    assert memory.take(3 * BLOCK_BYTES).shape == (3 * BLOCK_BYTES,)
-    assert memory.num_bytes == 3 * BLOCK_BYTES
+    # It has three blocks, and one more is free.
+    num = 1 if size > BLOCK_BYTES else 4
+    places = memory.reserve([size] * num)
+    assert places is not None
+    free[0] += (3 - len(memory._blocks) + 1) * BLOCK_BYTES if num == 1 else 0
+    assert all(len(memory.take(one)) == size for one in places)
+    assert memory.num_bytes <= 4 * BLOCK_BYTES
+    memory.free()
+    assert memory.reserve([size] * (num + 4)) is None
+    # A refusal changes nothing.
+    assert memory.reserve([size] * num) is not None
 
 
 def test_memory_that_others_have_taken_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch):
     memory = HostMemory(CPU)
-    memory.reserve(BLOCK_BYTES)
+    (place,) = memory.reserve([BLOCK_BYTES]) or []
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(
-        MemoryError, match=r"expected 0\.1 GiB of the host's memory, got 0\.0 GiB free"
-    ):
-        memory.take(1)
+    with pytest.raises(MemoryError, match=r"expected 0\.1 GiB of the host's memory, got 0\.0 GiB"):
+        memory.take(place)
+
+
+def test_what_other_processes_are_about_to_take_is_not_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 3 * BLOCK_BYTES)
+    first, second = HostMemory(CPU), HostMemory(CPU)
+    places = first.reserve([BLOCK_BYTES] * 2)
+    assert places is not None
+    assert second.free_bytes() == BLOCK_BYTES
+    assert second.reserve([BLOCK_BYTES] * 2) is None
+    # What is taken is free no more, which the kernel says.
+    first.take(places[0])
+    assert second.free_bytes() == 2 * BLOCK_BYTES
+    # One that is ready again after a restart is told all that is left.
+    first.take(places[1])
+    first.free()
+    assert second.free_bytes() == 3 * BLOCK_BYTES
+
+
+CLAIMING = """
+import sys
+from pathlib import Path
+from workers.in_model.receiving import host_memory
+host_memory.CLAIMS = Path(sys.argv[1])
+claims = host_memory.Claims()
+with claims.locked():
+    claims.add(1000)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_claim_ends_with_its_process(claims: Path):
+    own = Claims()
+    with own.locked():
+        own.add(5)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLAIMING, str(claims)], env=environment(), cwd=REPOSITORY,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"claimed\n"
+    assert own.others() == 1000
+    process.kill()
+    process.wait()
+    assert own.others() == 0
+    assert len(list(claims.glob("*.claim"))) == 1
+    # A folder that cannot be made: each counts for itself.
+    claims.rename(claims.with_name("gone"))
+    claims.write_text("")
+    other = Claims()
+    with other.locked():
+        other.add(7)
+    assert other.others() == 0
 
 
 def cgroup(folder: Path, limit: str, used: int, cached: int) -> None:
@@ -285,9 +373,7 @@ def cgroup(folder: Path, limit: str, used: int, cached: int) -> None:
 def test_the_least_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000))
     root, own = tmp_path / "cgroup", tmp_path / "own"
-    # No cgroups at all, or those of version 1.
-    assert free_host_bytes(root, own) == 10_000
-    own.write_text("4:memory:/a\n")
+    # No cgroups at all.
     assert free_host_bytes(root, own) == 10_000
     own.write_text("0::/pod/container\n")
     assert free_host_bytes(root, own) == 10_000
@@ -305,15 +391,19 @@ def test_the_least_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pyte
     assert free_host_bytes(root, own) == 1920
 
 
-def test_no_more_processes_share_the_memory_than_the_host_has_gpus(
+def test_limits_of_the_first_version_of_cgroups_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(host_memory, "GPUS", tmp_path / "nvidia")
-    # Without the driver's folder, all of the group may be here.
-    assert num_sharing(8) == 8
-    for name in ("0000:01:00.0", "0000:02:00.0", "module"):
-        (tmp_path / "nvidia" / name).mkdir(parents=True)
-    assert (num_sharing(8), num_sharing(1)) == (2, 1)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000))
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n")
+    # In a container the path is the host's, and the folder is the container's.
+    folder = root / "memory"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("5000\n")
+    (folder / "memory.usage_in_bytes").write_text("1000\n")
+    (folder / "memory.stat").write_text("cache 3\ntotal_inactive_file 30\ntotal_active_file 20\n")
+    assert free_host_bytes(root, own) == 4050
 
 
 # ---- in place ------------------------------------------------------------------------

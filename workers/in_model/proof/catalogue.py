@@ -175,6 +175,11 @@ class Catalogue:
         return list(self._tensors.values())
 
     @functools.cached_property
+    def num_bytes(self) -> int:
+        """Of all tensors in the checkpoint."""
+        return sum(map(num_bytes_of, self._tensors.values()))
+
+    @functools.cached_property
     def largest_layer_bytes(self) -> int:
         """Bytes of the largest layer in the checkpoint."""
         sizes = (

@@ -13,7 +13,6 @@ from titopool.wire.pool_state import CacheMode
 from titopool.wire.weight_plan import Chunk
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import GroupArgs
-from workers.in_model.receiving.host_memory import num_sharing
 from workers.in_model.receiving.receiver import Receiver
 from workers.in_model.receiving.staging import (
     InHost,
@@ -39,8 +38,6 @@ class Arrivals:
     def __init__(self, model: ServedModel):
         self._model = model
         self._receiver: Receiver | None = None
-        # Processes of its group without the trainer.
-        self._num_receiving = 1
         # Receivers of groups that have ended.
         self._closed: Sequence[Receiver] = ()
         self._room: StagingRoom | None = None
@@ -70,7 +67,6 @@ class Arrivals:
                 "nccl_id: expected a worker with a GPU, got one without, which uses gloo; pass the "
                 "host and port of the trainer's store"
             )
-        self._num_receiving = given.world_size - 1
         try:
             self._receiver = Receiver(replace(given, backend=backend), self._model.device)
         except OSError as error:
@@ -112,13 +108,13 @@ class Arrivals:
         extra_bytes: int,
         not_in_place: str,
         cache: CacheMode,
+        whole_bytes: int,
     ) -> Staging:
         """Chooses where `chunks` wait, as `StagingRoom.choose`; receives them if generation may go on."""
         receiver = self.receiver
         if self._room is None:
             self._room = StagingRoom(setting, self._model.device, self._model.kv_caches)
-        sharing = num_sharing(self._num_receiving)
-        staging = self._room.choose(chunks, extra_bytes, not_in_place, cache, sharing)
+        staging = self._room.choose(chunks, extra_bytes, not_in_place, cache, whole_bytes)
         self._stagings = [*self._stagings, staging]
         if isinstance(staging, InKvCache | InPlace):
             self._planned = (chunks, staging)

@@ -5,13 +5,17 @@ where it is, over PCIe: NCCL receives into it and kernels load from it, so an up
 the GPU (NCCL's guide, "Data Pointers").
 """
 
+import contextlib
+import fcntl
 import logging
 import mmap
+import os
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -19,22 +23,43 @@ logger = logging.getLogger(__name__)
 SPARE_BYTES = 4 * 2**30
 # Tensors begin at multiples of this, for aligned loads.
 ALIGNMENT = 256
-# The least that is taken at once: registering takes long for each call.
+# The least that is taken at once: each call of CUDA's takes long.
 BLOCK_BYTES = 64 * 2**20
 GIB = 2**30
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Has a link for each of the host's GPUs, by its PCI address.
-GPUS = Path("/sys/bus/pci/drivers/nvidia")
+# Names of the limit, of what is used, and of what of that is cached, by version of cgroups.
+CGROUP_FILES = {
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: (
+        "memory.limit_in_bytes", "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}  # fmt: skip
+# Where the processes of a host, or of containers that share it, say what they are about to take.
+CLAIMS = Path("/dev/shm") / f"titopool-weights-{os.getuid()}"
 
 
 @dataclass
 class Block:
-    """Bytes that were taken together."""
+    """Bytes that are taken together."""
 
-    # uint8, of shape (bytes,), as a tensor of the model's device.
-    buffer: Any
+    num_bytes: int
+    # uint8, of shape (`num_bytes`,), as a tensor of the model's device; None: not yet taken.
+    buffer: Any = None
     # Bytes in use, from the begin on.
     end: int = 0
+
+    @property
+    def room(self) -> int:
+        return self.num_bytes - self.end
+
+
+class Place(NamedTuple):
+    """A part of a block."""
+
+    block: Block
+    begin: int
+    num_bytes: int
 
 
 class HostMemory:
@@ -44,72 +69,152 @@ class HostMemory:
         self._device = device
         self._spare = SPARE_BYTES if device.type == "cuda" else 0
         self._blocks: list[Block] = []
-        # Bytes that the update in progress may use.
-        self._num_reserved = 0
-        # Seconds that taking memory has cost since the last update.
-        self._seconds = 0.0
+        # The block in which the next part is looked for: those before it have had their turn.
+        self._next = 0
+        self._claims = Claims()
+        # What has been taken since the last update, and the seconds of that.
+        self._taken, self._seconds = 0, 0.0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this process has taken."""
-        return sum(one.buffer.numel() for one in self._blocks)
+        return sum(one.num_bytes for one in self._blocks if one.buffer is not None)
 
-    def free_bytes(self, num_sharing: int) -> int:
-        """Bytes that may still be reserved if `num_sharing` processes of the host reserve as many."""
-        available = max(0, free_host_bytes() - self._spare) // num_sharing
-        return self.num_bytes + available - self._num_reserved
+    def free_bytes(self) -> int:
+        """Bytes that may still be taken beside those that are, by this process alone."""
+        return max(0, free_host_bytes() - self._spare - self._claims.others())
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserves memory, which `take` then takes."""
-        self._num_reserved += num_bytes
+    def reserve(self, sizes: Sequence[int]) -> list[Place] | None:
+        """Places for parts of these sizes, which `take` then takes; None: there is no room."""
+        places, added, ends = list[Place](), list[Block](), [one.end for one in self._blocks]
+        before = self._next
+        blocks = [*self._blocks]
+        for size in sizes:
+            while self._next < len(blocks) and blocks[self._next].room < size:
+                self._next += 1
+            if self._next == len(blocks):
+                added.append(Block(max(size, BLOCK_BYTES)))
+                blocks.append(added[-1])
+            block = blocks[self._next]
+            places.append(Place(block, block.end, size))
+            block.end = min(block.num_bytes, block.end + -(-size // ALIGNMENT) * ALIGNMENT)
+        unused = [one for one in self._blocks if not one.end] if added else []
+        num_new = sum(one.num_bytes for one in added)
+        with self._claims.locked():
+            if num_new > self.free_bytes() + sum(one.num_bytes for one in unused):
+                self._next = before
+                for block, end in zip(self._blocks, ends, strict=True):
+                    block.end = end
+                return None
+            self._claims.add(num_new)
+        # An update in other chunks than the last one does not take memory for both.
+        for block in unused:
+            self._blocks.remove(block)
+            if block.buffer is not None and self._device.type == "cuda":
+                _cuda("cudaHostUnregister", block.buffer.data_ptr())
+        self._blocks += added
+        self._next = max(0, self._next - len(unused))
+        return places
 
-    def take(self, num_bytes: int) -> Any:
-        """Memory of shape (`num_bytes`,), uint8, of what was reserved; called from one thread.
+    def take(self, place: Place) -> Any:
+        """Memory of shape (`place.num_bytes`,), uint8; called from one thread.
 
         Raises:
-            MemoryError: other processes have taken the memory meanwhile.
+            MemoryError: other processes have taken the memory meanwhile, or CUDA has none.
         """
-        block = next((one for one in self._blocks if _room_in(one) >= num_bytes), None)
-        if block is None:
-            block = self._new_block(max(num_bytes, BLOCK_BYTES))
-        begin = block.end
-        block.end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        return block.buffer[begin : begin + num_bytes]
-
-    def _new_block(self, num_bytes: int) -> Block:
-        began = time.monotonic()
-        # An update in other chunks than the last one does not take twice the memory.
-        for block in [one for one in self._blocks if not one.end]:
-            if self.num_bytes + num_bytes > self._num_reserved:
-                self._blocks.remove(block)
-                if self._device.type == "cuda":
-                    _cuda("cudaHostUnregister", block.buffer.data_ptr())
-        free = free_host_bytes()
-        if num_bytes + self._spare // 2 > free:
-            raise MemoryError(
-                f"expected {num_bytes / GIB:.1f} GiB of the host's memory, got {free / GIB:.1f} GiB "
-                "free, as other processes have taken it; give the host or the container more memory"
-            )
-        block = Block(_new_buffer(num_bytes, self._device))
-        self._blocks.append(block)
-        self._seconds += time.monotonic() - began
-        return block
+        block = place.block
+        if block.buffer is None:
+            began = time.monotonic()
+            free = free_host_bytes()
+            if block.num_bytes + self._spare // 2 > free:
+                raise MemoryError(
+                    f"expected {block.num_bytes / GIB:.1f} GiB of the host's memory, got "
+                    f"{free / GIB:.1f} GiB free, as other processes have taken it; give the host or "
+                    "the container more memory"
+                )
+            block.buffer = _new_buffer(block.num_bytes, self._device)
+            self._claims.add(-block.num_bytes)
+            self._taken += block.num_bytes
+            self._seconds += time.monotonic() - began
+        return block.buffer[place.begin : place.begin + place.num_bytes]
 
     def free(self) -> None:
         """Ends the use of all memory, which nobody reads or writes any more, and keeps it."""
-        if self._seconds:
+        if self._taken:
             # Others than warnings of vLLM's processes are not logged.
             logger.warning(
                 "took %.1f GiB of the host's memory for updates in %.1f s, and keeps them",
-                self.num_bytes / GIB, self._seconds,
+                self._taken / GIB, self._seconds,
             )  # fmt: skip
-        self._num_reserved, self._seconds = 0, 0.0
+        self._taken, self._seconds, self._next = 0, 0.0, 0
+        self._blocks = [one for one in self._blocks if one.buffer is not None]
         for block in self._blocks:
             block.end = 0
+        self._claims.clear()
 
 
-def _room_in(block: Block) -> int:
-    return int(block.buffer.numel()) - block.end
+class Claims:
+    """What the processes of a host have reserved for updates and not yet taken.
+
+    Each has a file with a number, and locks it for as long as it lives. Where the folder cannot be
+    used, each counts for itself.
+    """
+
+    def __init__(self) -> None:
+        self._own = 0
+        self._file: int | None = None
+        self._name = f"{uuid.uuid4().hex}.claim"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Within the block, no other process looks or claims."""
+        try:
+            CLAIMS.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(CLAIMS / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def add(self, num_bytes: int) -> None:
+        """Claims so many bytes more."""
+        self._own += num_bytes
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                self._file = os.open(CLAIMS / self._name, flags, 0o600)
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.pwrite(self._file, b"%20d" % self._own, 0)
+
+    def clear(self) -> None:
+        """Claims nothing."""
+        if self._own:
+            self.add(-self._own)
+
+    def others(self) -> int:
+        """Bytes that other living processes claim; forgets those that have ended."""
+        return sum(map(self._claim_of, CLAIMS.glob("*.claim")))
+
+    def _claim_of(self, path: Path) -> int:
+        if path.name == self._name:
+            return 0
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return 0
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(os.pread(file, 20, 0) or 0)
+        else:
+            path.unlink(missing_ok=True)
+            return 0
+        finally:
+            os.close(file)
 
 
 def _new_buffer(num_bytes: int, device: Any) -> Any:
@@ -136,14 +241,23 @@ class _Registered:
 
 
 def _cuda(name: str, *arguments: int) -> None:
-    """Calls a function of CUDA's runtime; raises its error."""
+    """Calls a function of CUDA's runtime.
+
+    Raises:
+        MemoryError: it failed.
+    """
     import torch
 
-    torch.cuda.check_error(int(getattr(torch.cuda.cudart(), name)(*arguments)))
+    code = int(getattr(torch.cuda.cudart(), name)(*arguments))
+    if code:
+        raise MemoryError(
+            f"expected {name} to succeed, got CUDA's error {code}; raise the limit of locked memory "
+            "(ulimit -l), or set weight_staging to another memory"
+        )
 
 
 def free_host_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
-    """Bytes that the host has free, and that its containers' limits (cgroup v2) leave this process.
+    """Bytes that the host has free, and that its containers' limits (cgroups) leave this process.
 
     Files that the kernel has cached count as free.
     """
@@ -155,32 +269,27 @@ def free_host_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> i
 def _left_in(cgroups: Path, own_cgroup: Path) -> Iterator[int]:
     """What the limit of each cgroup above this process leaves."""
     try:
-        # Version 2 has one line, `0::/path`.
-        (path,) = (
-            line.removeprefix("0::")
-            for line in own_cgroup.read_text().splitlines()
-            if line.startswith("0::")
-        )
+        lines = [line.split(":", 2) for line in own_cgroup.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in lines:
+        if controllers not in ("", "memory"):
+            continue
+        # Version 2 has one folder and names no controllers.
+        version, top = (1, cgroups / "memory") if controllers else (2, cgroups)
+        folder = top / path.strip("/")
+        for one in (folder, *folder.parents):
+            if one.is_relative_to(top):
+                yield from _left_by(one, version)
+
+
+def _left_by(folder: Path, version: int) -> Iterator[int]:
+    limit, used, cached = CGROUP_FILES[version]
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        facts = {name: int(value) for name, value in map(str.split, lines)}
+        # "max" is no limit, and the first folder of version 2 has no file.
+        left = int((folder / limit).read_text()) - int((folder / used).read_text())
     except (OSError, ValueError):
         return
-    folder = cgroups / path.strip("/")
-    for one in (folder, *folder.parents):
-        if not one.is_relative_to(cgroups):
-            return
-        try:
-            # "max" is no limit, and the first folder has no file.
-            limit = int((one / "memory.max").read_text())
-            used = int((one / "memory.current").read_text())
-            facts = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        cached = int(facts.get("inactive_file", 0)) + int(facts.get("active_file", 0))
-        yield max(0, limit - used + cached)
-
-
-def num_sharing(num_receiving: int) -> int:
-    """How many of the processes that receive an update share this host's memory, at most.
-
-    Each has a GPU of its own, so no more than the host has; containers see the GPUs of others there.
-    """
-    return min(num_receiving, sum(1 for _ in GPUS.glob("*:*")) or num_receiving)
+    yield max(0, left + sum(facts.get(one, 0) for one in cached))

@@ -160,7 +160,12 @@ class Receiver:
                 self.num_received += len(staging.receive(group.channel, chunk, deadline))
             return
         # The views are made while the bytes are in flight.
-        received = [staging.receive(group.channel, chunk, deadline) for chunk in chunks]
+        received = []
+        for chunk in chunks:
+            # Taking the host's memory takes seconds for each 10 GB.
+            if self._is_closed or time.monotonic() > deadline:
+                raise TimeoutError("the update has ended, or its memory was not taken in time")
+            received.append(staging.receive(group.channel, chunk, deadline))
         group.channel.wait(deadline)
         # Before the barrier: after it TRL's client may generate, which ends the update.
         self._stage(received)

@@ -22,7 +22,12 @@ from titopool.wire.pool_state import CacheMode
 from titopool.wire.weight_plan import Chunk, message_of, views_of
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import Channel
-from workers.in_model.receiving.host_memory import ALIGNMENT, HostMemory, free_host_bytes
+from workers.in_model.receiving.host_memory import (
+    ALIGNMENT,
+    HostMemory,
+    Place,
+    free_host_bytes,
+)
 
 Item = TypeVar("Item")
 # By name.
@@ -73,16 +78,21 @@ class InHost:
 
     name = "host"
 
-    def __init__(self, memory: HostMemory, num_bytes: int):
-        """
-        Args:
-            num_bytes: of all chunks.
-        """
+    def __init__(self, memory: HostMemory):
         self._memory = memory
-        memory.reserve(num_bytes)
+        # By the identity of a chunk.
+        self._reserved: dict[int, Place] = {}
+
+    def reserve(self, chunks: Sequence[Chunk]) -> bool:
+        """Reserves memory for `chunks`, which `receive` then takes; returns whether they fit."""
+        places = self._memory.reserve([chunk.num_bytes for chunk in chunks])
+        if places is None:
+            return False
+        self._reserved.update(zip(map(id, chunks), places, strict=True))
+        return True
 
     def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
-        buffer = self._memory.take(chunk.num_bytes)
+        buffer = self._memory.take(self._reserved.pop(id(chunk)))
         return begin_to_receive(channel, buffer, chunk, deadline)
 
     def release(self) -> None:
@@ -318,58 +328,75 @@ class StagingRoom:
         extra_bytes: int,
         not_in_place: str = "",
         cache: CacheMode = "clear",
-        num_sharing: int = 1,
+        whole_bytes: int = 0,
     ) -> Staging:
         """The staging for `chunks`; loading them takes `extra_bytes` of GPU memory in addition.
 
         Args:
             not_in_place: what about the update cannot be loaded in place; empty: it can.
             cache: whether keys and values stay where they are.
-            num_sharing: processes of this host that receive the same update.
+            whole_bytes: of all chunks that may come in further lists, these included; 0: none.
 
         Raises:
             Refused: the setting allows no memory that is large enough.
         """
-        num_bytes, largest = (get(chunk.num_bytes for chunk in chunks) for get in (sum, max))
+        num_bytes = sum(chunk.num_bytes for chunk in chunks)
         room = self._num_free() - extra_bytes
-        host_bytes = self._host.free_bytes(num_sharing)
+        names, kv_bytes = stagings(self._setting, cache), self._kv.num_bytes if self._kv else 0
+        if "host" in names and whole_bytes > kv_bytes:
+            # Generation would stand from the first list until the last.
+            names = [name for name in names if name != "kv"]
         # The next chunk may come before the model's thread has let go of the last one.
-        needed_in_place = (NUM_IN_PLACE + 1) * largest
-        for name in stagings(self._setting, cache):
+        needed_in_place = (NUM_IN_PLACE + 1) * max(chunk.num_bytes for chunk in chunks)
+        for name in names:
             if name == "beside" and self.fits_beside(num_bytes + extra_bytes):
                 return Beside(self._device)
             if name == "kv" and self._kv is not None and room >= 0:
                 staging = InKvCache(self._kv, self._device)
                 if staging.reserve(chunks, room):
                     return staging
-            if name == "host" and room >= 0 and num_bytes <= host_bytes:
-                return InHost(self._host, num_bytes)
+            if name == "host" and room >= 0:
+                in_host = InHost(self._host)
+                if in_host.reserve(chunks):
+                    return in_host
             if name == "in_place" and not not_in_place and needed_in_place <= room:
                 return InPlace(self._device, chunks)
-        if self._setting in ("auto", "host"):
-            advice = "give the host or its container more memory"
-        elif self._setting == "in_place":
+        free = [f"{max(0, room + extra_bytes) / GIB:.1f} GiB are free beside the model"]
+        if extra_bytes:
+            free.append(f"of which loading takes {extra_bytes / GIB:.1f} GiB")
+        if "kv" in names:
+            free.append(f"{kv_bytes / GIB:.1f} GiB are in the KV cache")
+        if "host" in names:
+            free.append(
+                f"{self._host.free_bytes() / GIB:.1f} GiB of the host's memory may be taken"
+            )
+        raise Refused(
+            f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
+            f"{', '.join(free)} (weight_staging={self._setting}, cache={cache}); "
+            f"{self._advice(names, room, needed_in_place, not_in_place, cache)}"
+        )
+
+    def _advice(
+        self, names: list[str], room: int, needed_in_place: int, not_in_place: str, cache: CacheMode
+    ) -> str:
+        """What to do about an update that does not fit."""
+        advice = [] if names == ["host"] and room >= 0 else ["lower gpu_memory_utilization"]
+        if "host" in names and room >= 0:
+            advice.append("give the host or its container more memory")
+        if self._setting == "in_place":
             reason = not_in_place or f"three chunks, {needed_in_place / GIB:.1f} GiB,"
-            advice = (
+            advice.append(
                 f"{reason} cannot go in place; send all tensors at once, without a checksum and in "
                 "smaller chunks, or set weight_staging to auto, which takes the host's memory"
             )
-        else:
-            advice = (
+        elif "host" not in names:
+            advice.append(
                 "set weight_staging to auto, which takes the host's memory too, or to in_place (an "
                 "update that fails then restarts the worker, which has lost its weights)"
             )
         if cache == "keep":
-            advice += "; or let the caches be cleared (cache: prefer_keep or clear)"
-        kv_bytes = 0 if self._kv is None else self._kv.num_bytes
-        raise Refused(
-            f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
-            f"{max(0, room) / GIB:.1f} GiB are free beside the model once {extra_bytes / GIB:.1f} GiB "
-            f"are kept for loading, {kv_bytes / GIB:.1f} GiB are in the KV cache, and "
-            f"{max(0, host_bytes) / GIB:.1f} GiB of the host's memory for each of {num_sharing} "
-            f"processes (weight_staging={self._setting}, cache={cache}); lower "
-            f"gpu_memory_utilization; or {advice}"
-        )
+            advice.append("let the caches be cleared (cache: prefer_keep or clear)")
+        return "; or ".join(advice)
 
     def fits_beside(self, num_bytes: int) -> bool:
         """Whether the model can generate with so much less memory beside it."""
