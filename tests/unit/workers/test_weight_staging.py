@@ -1,8 +1,7 @@
 """Where received weights wait: parts of a KV cache, and the choice between the places."""
 
 import itertools
-import subprocess
-import sys
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.servers import REPOSITORY, environment
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import Chunk, plan_chunks
 from workers.in_model.checkpoint_files import Refused
@@ -326,41 +324,24 @@ def test_what_other_processes_are_about_to_take_is_not_free(monkeypatch: pytest.
     assert second.free_bytes() == 3 * BLOCK_BYTES
 
 
-CLAIMING = """
-import sys
-from pathlib import Path
-from workers.in_model.receiving import host_memory
-host_memory.CLAIMS = Path(sys.argv[1])
-claims = host_memory.Claims()
-with claims.locked():
-    claims.add(1000)
-print("claimed", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_claim_ends_with_its_process(claims: Path):
-    own = Claims()
-    with own.locked():
-        own.add(5)
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLAIMING, str(claims)], env=environment(), cwd=REPOSITORY,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"claimed\n"
-    assert own.others() == 1000
-    process.kill()
-    process.wait()
+    own, other = Claims(), Claims()
+    for one, num_bytes in ((own, 5), (other, 1000)):
+        with one.locked():
+            one.add(num_bytes)
+    assert (own.others(), other.others()) == (1000, 5)
+    # As the kernel does.
+    assert other._file is not None
+    os.close(other._file)
     assert own.others() == 0
     assert len(list(claims.glob("*.claim"))) == 1
     # A folder that cannot be made: each counts for itself.
     claims.rename(claims.with_name("gone"))
     claims.write_text("")
-    other = Claims()
-    with other.locked():
-        other.add(7)
-    assert other.others() == 0
+    alone = Claims()
+    with alone.locked():
+        alone.add(7)
+    assert alone.others() == 0
 
 
 def cgroup(folder: Path, limit: str, used: int, cached: int) -> None:
