@@ -35,7 +35,7 @@ from app.inputs.chat_template import template_of_file
 from titopool.errors import ConfigError
 from titopool.launch import child_environment
 from titopool.secret_files import read_secret_file
-from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
+from titopool.settings.config import ENV_PREFIX, SECRET_VARIABLES
 from titopool.settings.files import CONFIG_VARIABLE
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging, show, show_as
@@ -46,7 +46,7 @@ from titopool.settings.sources import (
     ignored_variables,
 )
 from titopool.tracing import check_installed
-from titopool.wire.pool_files import make_run_dir, write_endpoints
+from titopool.wire.run_dir import CURVE_KEY, FAILURE, make_run_dir, write_endpoints
 from titopool.wire.sockets import fault_of_listening, read_curve_key, worker_endpoint
 
 try:
@@ -185,7 +185,7 @@ def when_ready(server: Any) -> None:
     try:
         # The supervisor replaces it; front ends may start before.
         if _config.cluster:
-            key_file = _config.curve_key_file or os.path.join(run_dir, "curve-key")
+            key_file = _config.curve_key_file or os.path.join(run_dir, CURVE_KEY)
             os.environ[ENV_PREFIX + "CURVE_KEY_FILE"] = key_file
             read_curve_key(key_file)
             write_endpoints(run_dir, [])
@@ -375,9 +375,9 @@ def on_exit(server: Any) -> None:
         return
     was_alive = _is_alive(_supervisor.pid)
     _stop_process(_supervisor.pid)
-    run_dir = Path(os.environ[ENV_PREFIX + "RUN_DIR"])
-    has_failed = (run_dir / FAILURE_FILE).exists()
-    (run_dir / FAILURE_FILE).unlink(missing_ok=True)
+    failure = Path(os.environ[ENV_PREFIX + "RUN_DIR"], FAILURE)
+    has_failed = failure.exists()
+    failure.unlink(missing_ok=True)
     if _own_run_dir:
         shutil.rmtree(_own_run_dir, ignore_errors=True)
     if not has_failed and not was_alive:

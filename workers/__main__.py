@@ -24,7 +24,7 @@ from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging
 from titopool.settings.sources import check_model, from_command_line, ignored_variables
-from titopool.wire.pool_files import own_run_dir
+from titopool.wire.run_dir import own_run_dir
 from workers.engine.vllm import VllmEngine
 from workers.forks import part_forks
 from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children, write_stacks_on_signal

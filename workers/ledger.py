@@ -4,19 +4,12 @@ A worker writes the file in `run_dir` after each change. A worker without a `run
 without a supervisor) has no file: after a restart, the front ends send it the pool's state.
 """
 
-import logging
-import os
 import time
-from pathlib import Path
 
 import msgspec
 
-from titopool.wire.messages import UNREADABLE
 from titopool.wire.pool_state import PoolState
-
-logger = logging.getLogger(__name__)
-
-FILE_PREFIX = "worker-state-"
+from titopool.wire.run_dir import STATE, read_record, write_record
 
 
 class Entry(msgspec.Struct):
@@ -31,45 +24,20 @@ class Ledger:
     """One worker's file."""
 
     def __init__(self, run_dir: str, worker_id: str):
-        self._path = Path(run_dir) / f"{FILE_PREFIX}{worker_id}" if run_dir else None
+        self._run_dir, self._name = run_dir, STATE.format(worker_id)
 
     def write(self, state: PoolState) -> None:
         """Replaces the file. A failure (a full disk) is logged only."""
-        if self._path is None:
-            return
-        draft = self._path.with_name(self._path.name + ".new")
-        try:
-            draft.write_bytes(msgspec.json.encode(Entry(state, time.time())))
-            os.replace(draft, self._path)
-        except OSError as error:
-            logger.error("the pool's state could not be written for a restart: %s", error)
+        if self._run_dir:
+            loss = "the pool's state could not be written for a restart"
+            write_record(self._run_dir, self._name, Entry(state, time.time()), loss)
 
     def read(self) -> PoolState:
-        """The state that the previous process wrote; an empty one without a readable file."""
-        if self._path is None:
-            return PoolState()
-        try:
-            entry = msgspec.json.decode(self._path.read_bytes(), type=Entry)
-        except FileNotFoundError:
-            return PoolState()
-        except (OSError, *UNREADABLE) as error:
-            logger.error(
-                "%s cannot be read; waiting for the front ends to send the pool's state: %s",
-                self._path,
-                error,
-            )
-            return PoolState()
+        """The state that the previous process wrote; an empty one, for front ends to fill, without it."""
+        entry = read_record(self._run_dir, self._name, Entry, Entry(PoolState(), time.time()))
         pause, age_s = entry.state.pause, max(0.0, time.time() - entry.written_at)
         left_s = max(0.0, pause.lease_left_s - age_s)
         pause = msgspec.structs.replace(
             pause, mode=pause.mode if left_s else None, lease_left_s=left_s
         )
         return msgspec.structs.replace(entry.state, pause=pause)
-
-
-def clear_ledgers(run_dir: str, worker_id: str = "*") -> None:
-    """Removes the files of an earlier server, which begins with the initial weights, or of one worker."""
-    if not run_dir:
-        return
-    for path in Path(run_dir).glob(FILE_PREFIX + worker_id):
-        path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
 from titopool.wire.messages import Heartbeat, Hello
-from titopool.wire.pool_files import FILE_SCHEME, is_endpoint, read_endpoints
+from titopool.wire.run_dir import FILE_SCHEME, is_endpoint, read_endpoints
 from titopool.wire.sockets import connect_dealer
 from workers.serving.connections import describe_fault
 

@@ -33,6 +33,22 @@ END_TIMEOUT_S = 5.0
 END_PROGRAM = "from workers import process; process.kill_children(); exit(process.EXIT_HUNG)"
 
 
+def reason_of(code: int, *, has_loaded: bool) -> str:
+    """The class of the end of a worker process.
+
+    Returns:
+        "not_started" before it was ready, "killed" by SIGKILL (out of memory, perhaps), "signal",
+        "asked" to end, "weights_unknown" after an update that failed half-way, "hung", else
+        "failed".
+    """
+    if not has_loaded:
+        return "not_started"
+    if code < 0:
+        return "killed" if code == -signal.SIGKILL else "signal"
+    known = {EXIT_STOPPED: "asked", EXIT_WEIGHTS_UNKNOWN: "weights_unknown", EXIT_HUNG: "hung"}
+    return known.get(code, "failed")
+
+
 async def in_daemon_thread(call: Callable[[], Result]) -> Result:
     """Runs `call` in a daemon thread, which does not keep the process from exiting."""
     loop = asyncio.get_running_loop()

@@ -22,13 +22,13 @@ from app.pool.request import ChunkOfJob
 from app.time_slices import sharing_time
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completed
+from titopool.wire.run_dir import LOGPROBS
 
 logger = logging.getLogger(__name__)
 
 KEEP_S = 600.0
 # Of one front end; the oldest goes when the next one begins.
 MAX_SEGMENTS = 4
-FOLDER = "logprobs"
 ENTRY = np.dtype([("name", "<u8"), ("end_s", "<f8"), ("offset", "<u8"), ("size", "<u8")])
 PACK_ENTRY = struct.Struct("<QdQQ").pack
 _DECODER = msgspec.msgpack.Decoder(list[bytes])
@@ -39,7 +39,7 @@ class KeptLogprobs:
 
     def __init__(self, config: ServerConfig):
         """A store that keeps nothing without a run_dir, or with `kept_logprobs_bytes` of 0."""
-        self._folder = Path(config.run_dir or "/nonexistent", FOLDER)
+        self._folder = Path(config.run_dir or "/nonexistent", LOGPROBS)
         self._segment_bytes = config.kept_logprobs_bytes // MAX_SEGMENTS if config.run_dir else 0
         self._segments: deque[_Segment] = deque()
         self.is_on = self._segment_bytes > 0

@@ -8,7 +8,7 @@ from gevent.monkey import is_module_patched
 
 from app.call.kept_logprobs import KeptLogprobs
 from app.call.open_requests import InFlight, OpenRequests
-from app.conversations.store import FOLDER, SessionStore
+from app.conversations.store import SessionStore
 from app.counts.front_end import FrontEndCounts
 from app.draining import Draining
 from app.http.budget import Budget
@@ -21,7 +21,7 @@ from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.tracing import Traces
 from titopool.wire.messages import FrontEndTotals
-from titopool.wire.pool_files import endpoints_file
+from titopool.wire.run_dir import SESSIONS, endpoints_file
 
 
 class Service:
@@ -44,7 +44,7 @@ class Service:
         self.drift = DriftWatch(self.link, self.tokenizer, self.templates)
         self.kept = KeptLogprobs(config)
         self.sessions = SessionStore(
-            Path(config.run_dir, FOLDER) if config.run_dir else None,
+            Path(config.run_dir, SESSIONS) if config.run_dir else None,
             max_bytes=config.session_bytes,
             max_sessions=config.max_sessions,
             keep_s=config.session_timeout_s,

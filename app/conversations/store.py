@@ -21,7 +21,7 @@ from app.time_slices import give_way
 from titopool.answers.sessions import Reason
 from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolError
 
-FOLDER, FILE = "sessions", "sessions.db"
+FILE = "sessions.db"
 ID_BYTES = 16
 # Of a file without sessions.
 EMPTY_PAGES = 12

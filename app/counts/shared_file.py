@@ -21,11 +21,12 @@ from pathlib import Path
 
 import msgspec
 
+from titopool.wire.run_dir import COUNTS, replace_file
+
 logger = logging.getLogger(__name__)
 
 # Of one process: all routes with many errors take a quarter.
 FILE_BYTES = 2**20
-FOLDER = "counts"
 FILE_PREFIX = "front-end-"
 # The sums of processes that have ended.
 ENDED_FILE = "ended"
@@ -45,7 +46,7 @@ class SharedFile:
         self.path: Path | None = None
         self._map = mmap.mmap(-1, FILE_BYTES)
         if run_dir:
-            self._map_file(Path(run_dir) / FOLDER)
+            self._map_file(Path(run_dir, COUNTS))
         self._view = memoryview(self._map)
         self._used = _USED.size
         _USED.pack_into(self._map, 0, self._used)
@@ -127,7 +128,7 @@ class Ended(msgspec.Struct):
 
 def read_others(run_dir: str, own: Path | None) -> Counts:
     """The sums of all other processes of the server, also of those that have ended."""
-    folder, found = Path(run_dir) / FOLDER, {}
+    folder, found = Path(run_dir, COUNTS), {}
     for path in folder.glob(FILE_PREFIX + "*"):
         if path != own:
             with suppress(OSError), path.open("rb") as file:
@@ -152,15 +153,13 @@ def _read_ended(folder: Path) -> Ended:
 
 def add_ended(run_dir: str, pid: int) -> None:
     """Adds the counts of a process that has ended to those of earlier ones, in the master."""
-    folder = Path(run_dir) / FOLDER
+    folder = Path(run_dir, COUNTS)
     for path in folder.glob(f"{FILE_PREFIX}{pid}-*"):
         try:
             ended = _read_ended(folder)
             counts = sum_of([ended.counts, parse(path.read_bytes())])
-            draft = folder / (ENDED_FILE + ".new")
             names = [*ended.names, path.name][-NUM_NAMES:]
-            draft.write_bytes(msgspec.msgpack.encode(Ended(names, counts)))
-            os.replace(draft, folder / ENDED_FILE)
+            replace_file(folder / ENDED_FILE, msgspec.msgpack.encode(Ended(names, counts)))
             path.unlink()
         except OSError as error:
             # The file stays, and counts as that of a living process.
@@ -169,5 +168,5 @@ def add_ended(run_dir: str, pid: int) -> None:
 
 def forget_all(run_dir: str) -> None:
     """Removes the counts of an earlier server in the same `run_dir`."""
-    for path in (Path(run_dir) / FOLDER).glob("*"):
+    for path in (Path(run_dir, COUNTS)).glob("*"):
         path.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from app.http.responses import logprobs_mode, name_logprobs, respond_in_parts
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.config import ServerConfig
+from titopool.wire.run_dir import ANSWERS
 
 HEADER = "Idempotency-Key"
 VARIABLE = "HTTP_IDEMPOTENCY_KEY"
@@ -42,14 +43,13 @@ POLL_S = 0.1
 SWEEP_EVERY_S = 60.0
 # How long a repeat that waits lets the time of the key's last touch pass.
 TOUCH_EVERY_S = 1.0
-FOLDER = "idempotency"
 
 
 def init_app(app: Flask, config: ServerConfig) -> None:
     """Lets the supported routes run once for each key; other routes refuse the header."""
     # At least one: the setting's 0 is for gunicorn, which sets the number.
     max_bytes = config.idempotency_bytes * max(1, config.num_front_ends)
-    claims = Claims(AnswerStore(Path(config.run_dir, FOLDER), max_bytes))
+    claims = Claims(AnswerStore(Path(config.run_dir, ANSWERS), max_bytes))
 
     @app.before_request
     def refuse() -> None:

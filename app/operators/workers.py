@@ -15,7 +15,7 @@ from titopool.answers.operators import Connections, Drained, Scaled
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, InvalidRequest, TitopoolError, WorkerNotFound
 from titopool.settings.gpus import most_workers
-from titopool.wire.pool_files import write_wanted
+from titopool.wire.run_dir import write_wanted
 
 blueprint = Blueprint("workers", __name__)
 

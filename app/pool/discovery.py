@@ -12,7 +12,7 @@ import socket
 import gevent
 from gevent.event import Event
 
-from titopool.wire.pool_files import FILE_SCHEME, is_endpoint, read_endpoints
+from titopool.wire.run_dir import FILE_SCHEME, is_endpoint, read_endpoints
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from app.http.answer_store import FILE
-from app.http.idempotency import FOLDER, REPEAT_WITHIN_S
+from app.http.idempotency import REPEAT_WITHIN_S
 from harness.servers import REPOSITORY, Server, environment, forked_server, stub_worker, wait_until
 from harness.stub_worker import Fault
+from titopool.wire.run_dir import ANSWERS
 
 # The stub generates so many completions at once; further jobs wait in the front ends.
 NUM_SLOTS = 8
@@ -97,7 +98,7 @@ def num_open(server: Server) -> float:
 
 def in_store(server: Server, statement: str, *values: Any) -> list[tuple[Any, ...]]:
     """Runs a statement in the front ends' store of answers."""
-    path = server.log_file.with_name("run") / FOLDER / FILE
+    path = server.log_file.with_name("run") / ANSWERS / FILE
     if not path.exists():
         return []
     with closing(sqlite3.connect(path, timeout=30)) as store, store:

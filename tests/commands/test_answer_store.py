@@ -20,10 +20,11 @@ from flask import Flask, Response, request
 
 from app.http import answer_store, idempotency
 from app.http.answer_store import FILE, AnswerStore
-from app.http.idempotency import FOLDER, HEADER, SUPPORTED
+from app.http.idempotency import HEADER, SUPPORTED
 from harness.servers import REPOSITORY, environment
 from titopool.errors import Conflict
 from titopool.settings.config import ServerConfig
+from titopool.wire.run_dir import ANSWERS
 
 NAME, DIGEST = b"n" * 32, b"d" * 32
 KIB, MIB = 2**10, 2**20
@@ -60,7 +61,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def num_names(folder: Path) -> int:
-    with closing(sqlite3.connect(folder / FOLDER / FILE, timeout=30)) as file:
+    with closing(sqlite3.connect(folder / ANSWERS / FILE, timeout=30)) as file:
         (number,) = file.execute("SELECT count(*) FROM names").fetchone()
     return int(number)
 
@@ -200,7 +201,7 @@ def test_the_key_of_a_killed_process_is_free_at_once(tmp_path: Path):
         with pytest.raises(ValueError, match="runs"):
             ask(process, "hold")
         # A sweep leaves a key that runs, however old.
-        store = AnswerStore(tmp_path / FOLDER, MIB)
+        store = AnswerStore(tmp_path / ANSWERS, MIB)
         store.remove_before(time.time() + 1)
         assert num_names(tmp_path) == 1
         process.kill()
@@ -271,8 +272,8 @@ def earlier_start(path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_replaced(
     tmp_path: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ):
-    (tmp_path / FOLDER).mkdir(mode=0o700)
-    make(tmp_path / FOLDER / FILE)
+    (tmp_path / ANSWERS).mkdir(mode=0o700)
+    make(tmp_path / ANSWERS / FILE)
     for front_end, ran in ((FrontEnd(tmp_path), ["key"]), (FrontEnd(tmp_path), [])):
         assert front_end.post("key") == b"key"
         assert front_end.ran == ran
@@ -284,7 +285,7 @@ def test_a_file_that_breaks_is_replaced_for_all(tmp_path: Path):
     with other_process(SERVE, str(tmp_path)) as other:
         assert front_end.post("before") == b"before"
         assert ask(other, "before") == 0
-        for path in (tmp_path / FOLDER).glob(f"{FILE}*"):
+        for path in (tmp_path / ANSWERS).glob(f"{FILE}*"):
             assert path.stat().st_mode & 0o777 == 0o600
             if not path.name.endswith("-shm"):
                 # In place, and both have it open. This process would free its own locks of it.
@@ -309,7 +310,7 @@ def test_a_file_that_breaks_is_replaced_for_all(tmp_path: Path):
 def test_an_answer_with_other_bytes_is_not_given(tmp_path: Path):
     front_end = FrontEnd(tmp_path, lambda key: key.encode() * 50_000)
     answer = front_end.post("key")
-    with closing(sqlite3.connect(tmp_path / FOLDER / FILE)) as file, file:
+    with closing(sqlite3.connect(tmp_path / ANSWERS / FILE)) as file, file:
         file.execute("UPDATE pieces SET piece = zeroblob(length(piece)) WHERE id % 2")
     assert front_end.post("key") == front_end.post("key") == answer
     assert front_end.ran == ["key", "key"]

@@ -14,7 +14,7 @@ import pytest
 
 from harness.servers import REPOSITORY, START_TIMEOUT_S, environment, kill_all, wait_until
 from titopool.settings.config import ServerConfig
-from titopool.wire.pool_files import read_ends
+from titopool.wire.run_dir import ENDS, WorkerEnd, read_record
 from workers.supervisor import worker_log
 from workers.supervisor.supervisor import MAX_LINE_BYTES, Supervisor
 from workers.supervisor.worker_log import WorkerLog, error_text
@@ -148,8 +148,12 @@ def test_how_a_worker_ended_is_kept_for_the_front_ends(supervise):
     begun = time.time()
     server = supervise('report("ready"); time.sleep(0.2); os._exit(3)')
     server.wait_for("worker 0 died: it exited with code 3")
-    wait_until(lambda: read_ends(str(server.run_dir)), 5)
-    end = read_ends(str(server.run_dir))["0"]
+
+    def ends() -> dict[str, WorkerEnd]:
+        return read_record(str(server.run_dir), ENDS, dict[str, WorkerEnd], {})
+
+    wait_until(ends, 5)
+    end = ends()["0"]
     assert end.reason == "died: it exited with code 3"
     assert begun <= end.ended_at <= time.time()
     server.stop()

@@ -22,7 +22,7 @@ SIZES = {
     "app.call": 1045,
     "app.control": 176,
     "app.conversations": 765,
-    "app.counts": 267,
+    "app.counts": 265,
     "app.http": 1048,
     "app.inputs": 771,
     "app.openai": 476,
@@ -169,8 +169,8 @@ LADDERS = {
         "counts", "draining", "json_structure", "shared_database", "time_slices",
     ],
     "workers": [
-        "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",
-        "process", "environment", "ledger", "vllm_internals", "forks", "shared_calls",
+        "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "process",
+        "environment", "ledger", "vllm_internals", "forks", "shared_calls",
     ],
 }  # fmt: skip
 # Folders of `app` that each know one protocol. They stand beside each other, below `generate`, which

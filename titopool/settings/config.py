@@ -17,11 +17,9 @@ from typing import Any, get_type_hints
 
 from titopool.errors import ConfigError
 from titopool.settings.logs import LOG_FORMATS
-from titopool.wire.pool_files import FILE_SCHEME, is_endpoint
+from titopool.wire.run_dir import FILE_SCHEME, is_endpoint
 
 ENV_PREFIX = "TITOPOOL_"
-# A file in `run_dir`. A supervisor that gives up writes the cause; gunicorn's master reads it.
-FAILURE_FILE = "failure"
 PLACEMENTS = ("prefix", "least_loaded", "round_robin")
 WEIGHT_PROOFS = ("first", "each")
 WEIGHT_STAGINGS = ("auto", "beside", "kv", "in_place", "host")

@@ -15,6 +15,7 @@ import zmq
 
 from titopool.errors import ConfigError
 from titopool.secret_files import read_secret_file
+from titopool.wire.run_dir import SOCKET
 
 # Longest path of a Unix socket: the size of `sun_path` without the final zero.
 MAX_IPC_PATH_BYTES = 107
@@ -32,7 +33,7 @@ def worker_endpoint(run_dir: str, index: int) -> str:
     Raises:
         ConfigError: the path is too long for a Unix socket.
     """
-    path = os.path.join(run_dir, f"worker-{index}")
+    path = os.path.join(run_dir, SOCKET.format(index))
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise ConfigError(
             "run_dir: expected a folder in which the path of a Unix socket has at most "

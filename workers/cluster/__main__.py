@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from titopool.errors import ConfigError
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import own_run_dir
+from titopool.wire.run_dir import own_run_dir
 from titopool.wire.sockets import read_curve_key
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.supervisor import StartFailed, greeting, is_healthy

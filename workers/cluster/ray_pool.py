@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import (
 
 from titopool.launch import child_environment
 from titopool.settings.config import ServerConfig
-from titopool.wire.pool_files import EndpointsFile
+from titopool.wire.run_dir import EndpointsFile
 from workers.cluster.worker_actor import WorkerActor, WorkerState
 from workers.supervisor.scale import Scale
 from workers.supervisor.supervisor import LEAVE_MARGIN_S, StartFailed

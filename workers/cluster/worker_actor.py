@@ -15,7 +15,7 @@ import ray
 from titopool.settings.config import ENV_PREFIX
 from titopool.settings.logs import configure_logging
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import make_run_dir, write_wanted
+from titopool.wire.run_dir import CURVE_KEY, make_run_dir, write_wanted
 from workers.supervisor.phase_pipe import Load
 from workers.supervisor.supervisor import Supervisor
 
@@ -47,7 +47,7 @@ class WorkerActor:
             port: on which the worker listens; 0: any free one, another after a restart.
         """
         run_dir = make_run_dir()
-        key_file = Path(run_dir) / "curve-key"
+        key_file = Path(run_dir, CURVE_KEY)
         key_file.touch(mode=0o600)
         key_file.write_text(secret)
         # `ray start --node-ip-address` chooses it.

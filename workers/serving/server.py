@@ -46,11 +46,11 @@ from titopool.wire.messages import (
     Result,
     WorkerCounters,
 )
+from titopool.wire.run_dir import RESTARTS, read_record
 from titopool.wire.sockets import ANY_PORT, bind_router, listen_address
 from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.engine.metrics.exposition import bounded
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
-from workers.restarts import read_restarts
 from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
@@ -133,7 +133,7 @@ class WorkerServer:
         self._counters = engine.counters = WorkerCounters()
         self._key_totals: dict[str, messages.KeyTotals] = {}
         self._image_stages: dict[str, Distribution] = {}
-        self._restarts = read_restarts(config.run_dir, worker_id)
+        self._restarts = read_record(config.run_dir, RESTARTS.format(worker_id), dict[str, int], {})
         # Set when a front end wants metrics that did not want them before.
         self._metrics_wanted = asyncio.Event()
         self._queues = FrontEndQueues(self._send_to_all)

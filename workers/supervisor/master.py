@@ -6,8 +6,8 @@ import shutil
 import signal
 from pathlib import Path
 
-from titopool.settings.config import FAILURE_FILE
 from titopool.settings.logs import show
+from titopool.wire.run_dir import FAILURE
 
 
 def parser_of(prog: str) -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ def end_master(options: argparse.Namespace, run_dir: str, cause: str) -> None:
     """Shows the cause and stops the master, which reads the file then and exits with an error."""
     show(f"\ntitopool: {cause}\n")
     try:
-        (Path(run_dir) / FAILURE_FILE).write_text(cause)
+        Path(run_dir, FAILURE).write_text(cause)
     except OSError as error:
         # The master sees then that this process has ended by itself, which is an error too.
         show(f"titopool: the cause is not in run_dir: {error}\n")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from titopool.settings.config import ServerConfig
-from titopool.wire.pool_files import take_wanted
+from titopool.wire.run_dir import take_wanted
 from workers.supervisor.phase_pipe import Load
 
 # A worker leaves only if the others have this share of their slots for all completions.

@@ -32,17 +32,18 @@ from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import (
+from titopool.wire.run_dir import (
+    ENDS,
+    RESTARTS,
     EndpointsFile,
     WorkerEnd,
+    forget_workers,
     own_run_dir,
     write_endpoints,
-    write_ends,
+    write_record,
 )
 from titopool.wire.sockets import ANY_PORT, worker_endpoint
-from workers.ledger import clear_ledgers
-from workers.process import EXIT_HUNG, STACKS_SIGNAL
-from workers.restarts import clear_restarts, reason_of, write_restarts
+from workers.process import EXIT_HUNG, STACKS_SIGNAL, reason_of
 from workers.supervisor.forking import ForkedWorker, Template, reason_for_new_interpreters
 from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
@@ -191,9 +192,8 @@ class Supervisor:
             OSError: `run_dir` cannot be written at the start.
         """
         self._template = self._make_template()
-        clear_ledgers(self._config.run_dir)
-        clear_restarts(self._config.run_dir)
-        write_ends(self._config.run_dir, self._ends)
+        forget_workers(self._config.run_dir)
+        self._write_ends()
         write_endpoints(self._config.run_dir, self._endpoints())
         if self._of_one is None:
             self._download()
@@ -299,8 +299,7 @@ class Supervisor:
     def _remove(self, worker: WorkerProcess) -> None:
         self._workers.remove(worker)
         try:
-            clear_ledgers(self._config.run_dir, str(worker.index))
-            clear_restarts(self._config.run_dir, str(worker.index))
+            forget_workers(self._config.run_dir, str(worker.index))
         except OSError as error:
             logger.error("the files of %s stay in run_dir: %s", worker.name, error)
         logger.info("%s has left; %d workers stay", worker.name, len(self._workers))
@@ -530,15 +529,18 @@ class Supervisor:
 
     def _note_end(self, worker: WorkerProcess, reason: str) -> None:
         self._ends[str(worker.index)] = WorkerEnd(reason, time.time())
-        try:
-            write_ends(self._config.run_dir, self._ends)
-        except OSError as error:
-            logger.error("how %s ended could not be written: %s", worker.name, error)
+        self._write_ends()
+
+    def _write_ends(self) -> None:
+        write_record(
+            self._config.run_dir, ENDS, self._ends, "how workers ended could not be written"
+        )
 
     def _count_restart(self, worker: WorkerProcess, code: int) -> None:
         reason = reason_of(code, has_loaded=worker.phase in LOADED)
         worker.restarts[reason] = worker.restarts.get(reason, 0) + 1
-        write_restarts(self._config.run_dir, str(worker.index), worker.restarts)
+        loss = f"/metrics lacks a restart of {worker.name}"
+        write_record(self._config.run_dir, RESTARTS.format(worker.index), worker.restarts, loss)
 
     def _delay_after_death(self, worker: WorkerProcess) -> float:
         """0 s unless the worker has died early more than once in a row; then a growing delay."""

@@ -20,6 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from titopool.settings.logs import formatter_of, line_of, show_line
+from titopool.wire.run_dir import LOG
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class WorkerLog(RotatingFileHandler):
 
         `is_kept` says whether the file outlives the server; the server removes a private `run_dir`.
         """
-        self.path = Path(run_dir) / f"worker-{index}.log"
+        self.path = Path(run_dir, LOG.format(index))
         super().__init__(
             self.path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", delay=True
         )

@@ -11,7 +11,7 @@ from app.route.operation import Operation
 from titopool.answers.operators import Overview, WorkerOverview
 from titopool.answers.operators import WorkerEnd as ShownEnd
 from titopool.wire.messages import Heartbeat
-from titopool.wire.pool_files import WorkerEnd, read_ends
+from titopool.wire.run_dir import ENDS, WorkerEnd, read_record
 
 blueprint = Blueprint("overview", __name__)
 
@@ -23,7 +23,7 @@ def workers() -> Overview:
     service = current_service()
     service.link.look_up_workers()
     service.link.wait_for_heartbeats()
-    ends = read_ends(service.config.run_dir)
+    ends = read_record(service.config.run_dir, ENDS, dict[str, WorkerEnd], {})
     listed = [describe(service, view, ends) for view in service.link.workers]
     return Overview(draining=service.is_draining, workers=listed)
 

@@ -16,11 +16,12 @@ from typing import Any
 import aiohttp
 import psutil
 
-from app.conversations.store import FILE, FOLDER
+from app.conversations.store import FILE
 from harness.servers import REPOSITORY, environment, free_port
 from tests.all.chaos.front import NAME
 from tests.all.chaos.proxy import Proxy
 from titopool.demo_model import make_tokenizer
+from titopool.wire.run_dir import SESSIONS
 
 NUM_WORKERS, NUM_FRONT_ENDS = 3, 2
 # Of each worker.
@@ -319,7 +320,7 @@ class Cluster:
 
     def rows_of_sessions(self) -> dict[str, int]:
         """What the front ends' file has of sessions that have ended."""
-        path = self.run_dir / FOLDER / FILE
+        path = self.run_dir / SESSIONS / FILE
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
             counts = {
                 name: file.execute(f"SELECT count(*) FROM {name}").fetchone()[0]

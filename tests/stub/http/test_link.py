@@ -28,7 +28,7 @@ from titopool.wire.messages import (
     decode_to_worker,
     encode,
 )
-from titopool.wire.pool_files import endpoints_file, write_endpoints
+from titopool.wire.run_dir import endpoints_file, write_endpoints
 from titopool.wire.sockets import bind_router
 
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)

@@ -18,7 +18,7 @@ from app.operators.page.samples import NUM_LEARNING, Sampler, quantile
 from harness.hostile_requests import FOREIGN
 from harness.servers import REPOSITORY, Server, front_ends, wait_until
 from titopool.settings.config import ServerConfig
-from titopool.wire.pool_files import WorkerEnd, read_ends, write_ends
+from titopool.wire.run_dir import WorkerEnd
 
 PAGE = "/"
 TEN_IDS = list(range(1, 11))
@@ -255,15 +255,6 @@ def test_the_last_end_is_the_one_with_its_cause():
     assert latest_end(WorkerEnd("silent for 10 s", 500.0), told).reason == "silent for 10 s"
     assert latest_end(None, told) == told
     assert latest_end(None, None) is None
-
-
-def test_ends_are_read_back(tmp_path: Path):
-    ends = {"0": WorkerEnd("it exited with code 3", 12.5)}
-    write_ends(str(tmp_path), ends)
-    assert read_ends(str(tmp_path)) == ends
-    (tmp_path / "worker-ends").write_text("{")
-    assert read_ends(str(tmp_path)) == {}
-    assert read_ends("") == {}
 
 
 # ---- a server with two front ends ----------------------------------------------------

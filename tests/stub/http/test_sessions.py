@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
-from app.conversations.store import FILE, FOLDER
+from app.conversations.store import FILE
 from harness.servers import Server, front_ends, wait_until
 from tests.conftest import StartStub
 from titopool.demo_model import make_tokenizer
+from titopool.wire.run_dir import SESSIONS
 
 WORDS = ("one", "two", "three")
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -198,7 +199,7 @@ def test_a_session_outlives_its_front_ends_and_a_broken_file_is_an_error(start, 
     second = pool.chat(made, asked).json()
     before = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
     assert second["prompt_token_ids"][: len(before)] == before
-    path = tmp_path / "run" / FOLDER / FILE
+    path = tmp_path / "run" / SESSIONS / FILE
     (tmp_path / "broken").write_bytes(b"no database " * 1000)
     os.replace(tmp_path / "broken", path)
     # SQLite would read the pages there.

@@ -19,7 +19,7 @@ from app.counts import shared_file
 from app.counts.families import INTER_TOKEN_SECONDS, REQUESTS, TOKEN_BOUNDS, TOKENS
 from app.counts.front_end import FrontEndCounts, observe
 from app.counts.http_requests import Pace
-from app.counts.shared_file import FILE_BYTES, FOLDER, SharedFile, add_ended, forget_all, parse
+from app.counts.shared_file import FILE_BYTES, SharedFile, add_ended, forget_all, parse
 from app.operators.metrics.exposition import families
 from app.operators.metrics.pool_totals import pool_families
 from app.pool.link import WorkerView
@@ -27,10 +27,11 @@ from harness.servers import REPOSITORY
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Heartbeat, UpdateTotals, WorkerCounters
 from titopool.wire.pool_state import PoolWeights
+from titopool.wire.run_dir import COUNTS
 from workers.engine.metrics.exposition import MAX_BYTES, MAX_SAMPLES, bounded, families_of
 from workers.engine.metrics.stat_logger import observe_all
 from workers.environment import prepare_environment
-from workers.restarts import read_restarts, reason_of, write_restarts
+from workers.process import reason_of
 
 
 def values_of(counts: FrontEndCounts) -> dict[tuple[str, ...], list[float]]:
@@ -45,7 +46,7 @@ def test_processes_see_each_others_counts_and_those_of_ended_ones(tmp_path: Path
     assert values_of(mine) == values_of(other) == expected
     # Both have this process's id, so the master adds up both files.
     add_ended(str(tmp_path), os.getpid())
-    assert [one.name for one in (tmp_path / FOLDER).iterdir()] == ["ended"]
+    assert [one.name for one in (tmp_path / COUNTS).iterdir()] == ["ended"]
     later = FrontEndCounts(str(tmp_path))
     later.values(TOKENS, "/generate/", "prompt")[0] += 1
     assert values_of(later)["titopool_tokens", "/generate/", "prompt"] == [43.0]
@@ -57,7 +58,7 @@ def test_a_file_that_was_added_up_is_not_counted_again(tmp_path: Path):
     """Who lists the folder just before the master adds a file up still sees the file."""
     counts = FrontEndCounts(str(tmp_path))
     counts.values(TOKENS, "/chat/", "prompt")[0] = 5
-    (file,) = (tmp_path / FOLDER).iterdir()
+    (file,) = (tmp_path / COUNTS).iterdir()
     content = file.read_bytes()
     add_ended(str(tmp_path), os.getpid())
     file.write_bytes(content)
@@ -102,7 +103,7 @@ def test_without_space_on_the_disk_a_process_counts_alone(tmp_path: Path, monkey
     counts = FrontEndCounts(str(tmp_path))
     counts.values(TOKENS, "r", "prompt")[0] += 1
     assert values_of(counts)["titopool_tokens", "r", "prompt"] == [1.0]
-    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert list((tmp_path / COUNTS).iterdir()) == []
     assert "lacks this front end's counts" in caplog.text
 
 
@@ -194,15 +195,8 @@ def test_without_the_setting_nothing_is_counted():
         (70, True, "hung"), (1, True, "failed"), (-9, True, "killed"), (-11, True, "signal"),
     ],
 )  # fmt: skip
-def test_restarts_have_a_class_and_are_read_by_the_next_process(
-    tmp_path: Path, code: int, has_loaded: bool, reason: str
-):
+def test_restarts_have_a_class(code: int, has_loaded: bool, reason: str):
     assert reason_of(code, has_loaded=has_loaded) == reason
-    assert read_restarts(str(tmp_path), "0") == {}
-    write_restarts(str(tmp_path), "0", {reason: 2})
-    assert read_restarts(str(tmp_path), "0") == {reason: 2}
-    (tmp_path / "restarts-0").write_bytes(b"{")
-    assert read_restarts(str(tmp_path), "0") == {}
 
 
 def test_updates_by_outcome_their_time_without_its_pause_and_the_longest_stand_are_shown():

@@ -4,12 +4,7 @@ import os
 import random
 import socket
 import stat
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +17,10 @@ from msgspec import inspect
 
 from app.outputs.token_arrays import json_reply, nested
 from app.pool.discovery import is_named, look_up
-from harness.servers import REPOSITORY
 from titopool.errors import ConfigError
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire import commands, messages
 from titopool.wire.messages import Completed, Completion, Job, Logprobs
-from titopool.wire.pool_files import OWNERS_FILE, make_run_dir, own_run_dir
 from titopool.wire.sockets import (
     MAX_IPC_PATH_BYTES,
     bind_router,
@@ -272,66 +265,3 @@ def test_an_endpoint_in_use_is_refused_with_who_has_it(tmp_path):
     assert fault_of_listening("127.0.0.1", port) == ""
     assert "192.0.2.1:80" in fault_of_listening("192.0.2.1", 80)
     assert "nowhere.invalid:80" in fault_of_listening("nowhere.invalid", 80)
-
-
-# ---- private run_dirs ----------------------------------------------------------------
-
-OWNER = """
-import sys, tempfile
-from titopool.wire.pool_files import make_run_dir, own_run_dir
-tempfile.tempdir = sys.argv[1]
-own_run_dir(sys.argv[2]) if sys.argv[2:] else print(make_run_dir(), flush=True)
-print("owns", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def owner(*arguments: str) -> Iterator[str]:
-    """The first line of a process that owns a folder until it is killed."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, cwd=REPOSITORY,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.kill()
-
-
-def test_a_start_clears_folders_that_no_process_owns(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    foreign = tmp_path / "titopool-of-another-program"
-    foreign.mkdir()
-    link = tmp_path / "titopool-link"
-    with owner(str(tmp_path)) as living:
-        link.symlink_to(living)
-        with owner(str(tmp_path)) as left_behind:
-            Path(left_behind, "worker-0.log").write_text("x")
-            # The supervisor of a master that was killed.
-            with owner(str(tmp_path), living) as answer:
-                assert answer == "owns"
-                make_run_dir()
-                assert Path(left_behind).exists()
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
-        make_run_dir()
-        assert Path(left_behind).exists()
-        monkeypatch.undo()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        mine = make_run_dir()
-        assert not Path(left_behind).exists()
-        assert all(Path(one).exists() for one in (living, mine, foreign, link))
-    own_run_dir(living)
-    make_run_dir()
-    assert Path(living).exists()
-
-
-def test_starts_at_once_clear_nothing_of_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for index in range(20):
-        orphan = tmp_path / f"titopool-{index}"
-        orphan.mkdir()
-        (orphan / OWNERS_FILE).touch()
-    with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda _: make_run_dir(), range(40)))
-    assert {str(one) for one in tmp_path.iterdir()} == set(made)
-    assert len(set(made)) == 40

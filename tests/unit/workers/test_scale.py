@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titopool.settings.config import ServerConfig
-from titopool.wire.pool_files import write_wanted
+from titopool.wire.run_dir import write_wanted
 from workers.supervisor.phase_pipe import Load
 from workers.supervisor.scale import Scale
 

@@ -28,8 +28,9 @@ from titopool.wire.commands import (
     Resume,
 )
 from titopool.wire.pool_state import PoolPause, PoolWeights
+from titopool.wire.run_dir import forget_workers
 from workers.in_model.checkpoint_files import digest_of_files
-from workers.ledger import Ledger, clear_ledgers
+from workers.ledger import Ledger
 from workers.weights import awaited
 from workers.weights.steps import Steps
 
@@ -448,7 +449,7 @@ def test_a_restarted_worker_waits_for_weights_or_loads_its_folder(
     assert restarted().control.phase == "catching_up"
     monkeypatch.setattr("workers.serving.catch_up.MAX_TRIES", 1)
     assert restarted().control.phase == "waiting_for_weights"
-    clear_ledgers(str(tmp_path))
+    forget_workers(str(tmp_path))
     assert restarted().control.phase == "ready"
 
 

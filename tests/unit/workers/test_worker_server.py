@@ -25,7 +25,7 @@ from titopool.wire.messages import (
     JobProgress,
     decode_from_worker,
 )
-from titopool.wire.pool_files import is_endpoint
+from titopool.wire.run_dir import is_endpoint
 from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd

@@ -1,8 +1,7 @@
-"""How endpoints are written, and files by which the processes of one server agree on its workers.
+"""The names in `run_dir`, how a file in it is replaced, and which processes own the folder.
 
-In `run_dir`: the endpoints of the workers and how each last ended, which their supervisor writes,
-and the number of workers that a client wants, which a front end writes. All are replaced whole, so
-no process reads half of one. A list of endpoints may also be a file of an operator's or of a cluster's scheduler.
+The processes of one server agree on its workers by these files. Each is replaced whole, so no process
+reads half of one. A list of endpoints may also be a file of an operator's or of a cluster's scheduler.
 """
 
 import fcntl
@@ -14,18 +13,29 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS_FILE = "endpoints"
-ENDS_FILE = "worker-ends"
-WANTED_FILE = "num-workers"
-FILE_SCHEME = "file:"
-# Of a private `run_dir`; the file says that a server made the folder, and its lock who lives in it.
+Content = TypeVar("Content")
+
+# The endpoints of the workers, how each last ended, and why the supervisor gave up: it writes them.
+ENDPOINTS, ENDS, FAILURE = "endpoints", "worker-ends", "failure"
+# The number of workers that a client wants, which a front end writes.
+WANTED = "num-workers"
+# The secret of TCP endpoints, where no setting names another file.
+CURVE_KEY = "curve-key"
+# By a worker's name: its socket, its log, the pool's state for its next process, and how often and why
+# the supervisor has started it again.
+SOCKET, LOG, STATE, RESTARTS = "worker-{}", "worker-{}.log", "worker-state-{}", "restarts-{}"
+# Folders of front ends: answers under keys, what they count, log-probabilities and sessions.
+ANSWERS, COUNTS, LOGPROBS, SESSIONS = "idempotency", "counts", "logprobs", "sessions"
+# Says that a server made the folder; its lock says who lives in it.
+OWNERS = "owners"
 RUN_DIR_PREFIX = "titopool-"
-OWNERS_FILE = "owners"
+FILE_SCHEME = "file:"
 # Their locks last as long as this process.
 _held: list[int] = []
 
@@ -35,9 +45,6 @@ class WorkerEnd(msgspec.Struct, frozen=True):
 
     reason: str
     ended_at: float
-
-
-_decode_ends = msgspec.json.Decoder(dict[str, WorkerEnd]).decode
 
 
 def is_endpoint(text: str) -> bool:
@@ -50,7 +57,7 @@ def is_endpoint(text: str) -> bool:
 
 def endpoints_file(run_dir: str) -> str:
     """The setting `endpoints` of front ends whose workers a supervisor starts."""
-    return FILE_SCHEME + os.path.join(run_dir, ENDPOINTS_FILE)
+    return FILE_SCHEME + os.path.join(run_dir, ENDPOINTS)
 
 
 def write_endpoints(run_dir: str, endpoints: Sequence[str]) -> None:
@@ -59,7 +66,8 @@ def write_endpoints(run_dir: str, endpoints: Sequence[str]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    _replace(Path(run_dir) / ENDPOINTS_FILE, "".join(f"{one}\n" for one in endpoints))
+    lines = "".join(f"{endpoint}\n" for endpoint in endpoints)
+    replace_file(Path(run_dir, ENDPOINTS), lines.encode())
 
 
 class EndpointsFile:
@@ -101,33 +109,18 @@ def read_endpoints(path: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def write_ends(run_dir: str, ends: dict[str, WorkerEnd]) -> None:
-    """Replaces the last end of each worker, by the worker's name."""
-    _replace(Path(run_dir) / ENDS_FILE, msgspec.json.encode(ends).decode())
-
-
-def read_ends(run_dir: str) -> dict[str, WorkerEnd]:
-    """The last end of each worker whose supervisor shares `run_dir`; {} if there is none."""
-    if not run_dir:
-        return {}
-    try:
-        return _decode_ends((Path(run_dir) / ENDS_FILE).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
 def write_wanted(run_dir: str, num_workers: int) -> None:
     """Asks the supervisor for so many workers.
 
     Raises:
         OSError: the file cannot be written.
     """
-    _replace(Path(run_dir) / WANTED_FILE, str(num_workers))
+    replace_file(Path(run_dir, WANTED), str(num_workers).encode())
 
 
 def take_wanted(run_dir: str) -> int | None:
     """The number of workers that a client has asked for since the last call; None: no change."""
-    path = Path(run_dir) / WANTED_FILE
+    path = Path(run_dir, WANTED)
     try:
         text = path.read_text()
         path.unlink()
@@ -136,11 +129,43 @@ def take_wanted(run_dir: str) -> int | None:
     return int(text)
 
 
-def _replace(path: Path, text: str) -> None:
+def forget_workers(run_dir: str, worker_id: str = "*") -> None:
+    """Removes what an earlier server, which began with the initial weights, or one worker has left."""
+    for name in (STATE, RESTARTS):
+        for path in Path(run_dir).glob(name.format(worker_id)):
+            path.unlink(missing_ok=True)
+
+
+def write_record(run_dir: str, name: str, content: Any, loss: str) -> None:
+    """Replaces a file by `content` as JSON; where it cannot (a full disk), a log line tells the `loss`."""
+    try:
+        replace_file(Path(run_dir, name), msgspec.json.encode(content))
+    except OSError as error:
+        logger.error("%s: %s", loss, error)
+
+
+def read_record(run_dir: str, name: str, kind: type[Content], otherwise: Content) -> Content:
+    """What `write_record` wrote; `otherwise` without a `run_dir`, or a file that can be read."""
+    path = Path(run_dir, name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind) if run_dir else otherwise
+    except FileNotFoundError:
+        return otherwise
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        logger.error("%s cannot be read: %s", path, error)
+        return otherwise
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file whole.
+
+    Raises:
+        OSError: it cannot be written; the old one stays.
+    """
     # Two front ends may write at once.
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text)
+        draft.write_bytes(content)
         os.replace(draft, path)
     except OSError:
         # A half draft would take what little space there is.
@@ -163,21 +188,21 @@ def make_run_dir() -> str:
         with suppress(OSError):
             _remove_if_orphaned(path)
     run_dir = tempfile.mkdtemp(prefix=RUN_DIR_PREFIX, dir=parent)
-    draft = Path(run_dir, f"{OWNERS_FILE}.new")
+    draft = Path(run_dir, f"{OWNERS}.new")
     # Not every file system has locks; without the file the folder is never taken for an orphan.
     with suppress(OSError):
         descriptor = os.open(draft, os.O_RDONLY | os.O_CREAT, 0o600)
         # Locked before it has its name: nobody sees it without an owner.
         _held.append(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        draft.rename(Path(run_dir, OWNERS_FILE))
+        draft.rename(Path(run_dir, OWNERS))
     return run_dir
 
 
 def own_run_dir(run_dir: str) -> None:
     """Makes this process an owner, until it ends, of a folder that `make_run_dir` made."""
     with suppress(OSError):
-        descriptor = os.open(Path(run_dir, OWNERS_FILE), os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(Path(run_dir, OWNERS), os.O_RDONLY | os.O_NOFOLLOW)
         _held.append(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -186,11 +211,11 @@ def _remove_if_orphaned(path: Path) -> None:
     facts = path.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         return
-    descriptor = os.open(path / OWNERS_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(path / OWNERS, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         # Fails while an owner lives, and while another start removes the folder.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), (path / OWNERS_FILE).lstat()):
+        if os.path.samestat(os.fstat(descriptor), (path / OWNERS).lstat()):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
