@@ -32,6 +32,7 @@ from app.http.connections import limits_within
 from app.http.keys import Keys
 from app.http.tls import ssl_context  # noqa: F401
 from app.inputs.chat_template import template_of_file
+from app.shared_database import check_folder
 from titopool.errors import ConfigError
 from titopool.launch import child_environment
 from titopool.secret_files import read_secret_file
@@ -160,29 +161,22 @@ def when_ready(server: Any) -> None:
             "raise the limit (ulimit -n, LimitNOFILE, Docker's ulimits)",
             _num_open, _config.max_open_requests, _num_descriptors,
         )  # fmt: skip
-    if _config.endpoints:
-        if not _config.run_dir:
-            # For answers to repeated requests only.
-            _own_run_dir = os.environ[ENV_PREFIX + "RUN_DIR"] = make_run_dir()
-        else:
-            forget_all(_config.run_dir)
-        return
-    try:
-        num_workers = _config.num_workers if _config.cluster else number_of_workers(_config)
-    except ConfigError as error:
-        sys.exit(f"titopool: {error}")
     run_dir: str = _config.run_dir
-    if run_dir:
-        os.makedirs(run_dir, mode=0o700, exist_ok=True)
-        forget_all(run_dir)
-    else:
-        run_dir = _own_run_dir = make_run_dir()
-    # Front ends and the supervisor find the workers' sockets through these.
-    os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
-    os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
-    # A range of a file, of which a number of workers alone would win over both ends.
-    os.environ[ENV_PREFIX + "MAX_WORKERS"] = str(_config.max_workers)
     try:
+        if run_dir:
+            os.makedirs(run_dir, mode=0o700, exist_ok=True)
+            forget_all(run_dir)
+        else:
+            run_dir = _own_run_dir = make_run_dir()
+        # Front ends share files in it. They and the supervisor find the workers' sockets there.
+        os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
+        check_folder(run_dir)
+        if _config.endpoints:
+            return
+        num_workers = _config.num_workers if _config.cluster else number_of_workers(_config)
+        os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
+        # A range of a file, of which a number of workers alone would win over both ends.
+        os.environ[ENV_PREFIX + "MAX_WORKERS"] = str(_config.max_workers)
         # The supervisor replaces it; front ends may start before.
         if _config.cluster:
             key_file = _config.curve_key_file or os.path.join(run_dir, CURVE_KEY)
@@ -193,6 +187,8 @@ def when_ready(server: Any) -> None:
             local = [worker_endpoint(run_dir, index) for index in range(num_workers)]
             write_endpoints(run_dir, local)
     except (ConfigError, OSError) as error:
+        if _own_run_dir:
+            shutil.rmtree(_own_run_dir, ignore_errors=True)
         sys.exit(f"titopool: {error}")
     _supervisor = subprocess.Popen(
         [sys.executable, "-m", "workers.cluster" if _config.cluster else "workers.supervisor"]

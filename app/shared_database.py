@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import sqlite3
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import TypeVar
 import gevent
 
 from titopool.deadline import Deadline
+from titopool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,12 @@ LOG_EVERY_S = 60.0
 PAGE_BYTES = 4096
 # No fsync: a process that dies loses nothing, and a file from before the host's start is not used.
 OPTIONS = (
-    f"page_size = {PAGE_BYTES}", "journal_mode = WAL", "synchronous = OFF", "secure_delete = OFF",
+    f"page_size = {PAGE_BYTES}", "synchronous = OFF", "secure_delete = OFF",
     # A commit that copies more pages into the file stops the event loop for too long.
     "wal_autocheckpoint = 64",
 )  # fmt: skip
+# What an empty file, its log and its index take, and more.
+CHECK_BYTES = 2**18
 # The name whose lock is held to open the file.
 OPENING = bytes(32)
 # The kernel looks through all locks of a file: with 16,000 in one file, each lock took 0.3 ms.
@@ -110,6 +114,26 @@ class SharedDatabase:
         return self._connection
 
 
+def check_folder(folder: str) -> None:
+    """Raises ConfigError: SQLite's write-ahead log does not work there, as on many network file systems.
+
+    A full disk is none of its faults.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as inner:
+            space = Path(inner, "space")
+            space.write_bytes(bytes(CHECK_BYTES))
+            space.unlink()
+            _connect(Path(inner, "check.db"), ("CREATE TABLE checks (id)",)).close()
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"run_dir: expected a folder in which SQLite's write-ahead log works, got {folder}, where it "
+            f"does not ({error}); choose one on a disk of this host"
+        ) from error
+    except OSError as error:
+        logger.error("%s cannot be checked: %s", folder, error)
+
+
 def used_bytes(connection: sqlite3.Connection, num_empty_pages: int) -> int:
     """What the file's pages take, without free ones and those of a file with empty tables."""
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -130,6 +154,9 @@ def _connect(path: Path, schema: Sequence[str]) -> sqlite3.Connection:
     try:
         for option in OPTIONS:
             connection.execute(f"PRAGMA {option}")
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise sqlite3.OperationalError(f"expected a write-ahead log, got journal_mode {mode}")
         with connection:
             connection.execute("BEGIN IMMEDIATE")
             (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()

@@ -17,7 +17,7 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 665,
+    "app": 679,
     "app.anthropic": 366,
     "app.call": 1045,
     "app.control": 176,
