@@ -85,6 +85,8 @@ METRICS_S = 2.0
 IMAGE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # For the socket that the event loop has, in the watchdog's thread.
 LOCK_WAIT_S = 0.05
+# Front ends whose totals are known apart, as they may come back; of others there is a sum.
+MAX_LOST = 64
 # Between two looks at the jobs that a worker finishes before it stops.
 DRAIN_POLL_S = 0.05
 
@@ -125,8 +127,8 @@ class WorkerServer:
         self._facts: messages.WorkerFacts | None = None
         self._loaded_at = 0.0
         self._front_ends: dict[bytes, FrontEnd] = {}
-        # Of those that have ended, or are silent.
-        self._lost_totals: dict[bytes, FrontEndTotals] = {}
+        # Of those that have ended, or are silent; first the sum of those that do not come back.
+        self._lost_totals: dict[bytes, FrontEndTotals] = {b"": FrontEndTotals()}
         # What was logged of front ends whose messages have another version.
         self._other_wires: set[str] = set()
         self._flush_planned = self._report_planned = False
@@ -847,6 +849,9 @@ class WorkerServer:
                 self._lost_totals[identity] = msgspec.structs.replace(
                     front_end.totals, memory_taken=0, memory_limit=0, num_waiting=0
                 )
+                if len(self._lost_totals) > MAX_LOST:
+                    ended = self._lost_totals.pop(list(self._lost_totals)[1])
+                    self._lost_totals[b""] = sum_of([self._lost_totals[b""], ended])
                 self._spawn(self._control.on_front_end_lost(identity))
 
     def _shown_phase(self) -> str:

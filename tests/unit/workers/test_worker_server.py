@@ -1,6 +1,7 @@
 """A worker's server: every job ends once, whatever fails."""
 
 import asyncio
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +22,18 @@ from titopool.wire.messages import (
     Completed,
     Completion,
     Failed,
+    FrontEndTotals,
+    Hello,
     Job,
     JobProgress,
     decode_from_worker,
 )
+from titopool.wire.pool_state import PoolState
 from titopool.wire.run_dir import is_endpoint
 from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
-from workers.serving.server import WorkerServer, in_groups
+from workers.serving.server import MAX_LOST, WorkerServer, in_groups
 from workers.serving.slots import JobSlots
 
 JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
@@ -132,6 +136,26 @@ def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.Monkey
         return was_known[0]
 
     assert asyncio.run(story())
+
+
+def test_front_ends_that_have_ended_cost_a_worker_no_more_and_no_sum_falls(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def story() -> None:
+        server = make_server(ServerConfig())
+        monkeypatch.setattr(server, "_send", lambda *_: None)
+        monkeypatch.setattr(server, "_spawn", lambda work: work.close())
+        totals = FrontEndTotals(memory_taken=5, num_waiting=1, refused={"conflict": 1})
+        for number in range(1, 201):
+            server._front_ends[b"%d" % number] = FrontEnd(-math.inf, totals)
+            server._drop_lost_front_ends()
+            assert server._front_end_totals() == FrontEndTotals(refused={"conflict": number})
+        assert len(server._lost_totals) <= MAX_LOST
+        # The last one was only slow.
+        server._on_hello(b"200", Hello(PoolState(), front_end=totals))
+        assert server._front_end_totals().refused == {"conflict": 200}
+
+    asyncio.run(story())
 
 
 def test_a_job_with_a_grammar_is_a_risk_until_it_has_ended():
