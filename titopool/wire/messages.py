@@ -392,7 +392,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Drift(msgspec.Struct, frozen=True, tag="drift"):
-    """Counts for `WorkerCounters`: front ends keep no totals, /metrics shows the workers'."""
+    """Counts for `WorkerCounters`, of which /metrics shows the same values at all servers of a pool."""
 
     num_compared: Count
     num_drifted: Count

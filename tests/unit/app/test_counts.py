@@ -4,23 +4,34 @@ import itertools
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import prometheus_client
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.call.service import Service
 from app.counts import shared_file
-from app.counts.families import INTER_TOKEN_SECONDS, REQUESTS, TOKEN_BOUNDS, TOKENS
+from app.counts.families import (
+    FAMILIES,
+    INTER_TOKEN_SECONDS,
+    QUEUE_SECONDS,
+    REQUESTS,
+    TOKEN_BOUNDS,
+    TOKENS,
+)
 from app.counts.front_end import FrontEndCounts, observe
 from app.counts.http_requests import Pace
 from app.counts.shared_file import FILE_BYTES, SharedFile, add_ended, forget_all, parse
 from app.operators.metrics.exposition import families
+from app.operators.metrics.front_ends import front_end_families
 from app.operators.metrics.pool_totals import pool_families
 from app.pool.link import WorkerView
 from harness.servers import REPOSITORY
@@ -74,6 +85,83 @@ def test_counts_of_a_killed_process_are_there(tmp_path: Path):
     command = [sys.executable, "-c", script, str(tmp_path)]
     assert subprocess.run(command, cwd=REPOSITORY).returncode == -9
     assert values_of(FrontEndCounts(str(tmp_path)))["titopool_tokens", "r", "prompt"] == [7.0]
+
+
+def count_all(counts: FrontEndCounts) -> None:
+    """Twice in each family."""
+    for family in FAMILIES:
+        for label in ("a", "b"):
+            values = counts.values(family, *[label] * len(family.labels))
+            if family.bounds:
+                observe(values, family.bounds, 0.25)
+            else:
+                values[0] += 1
+
+
+def restart(run_dir: str) -> None:
+    """A front end counts and is killed; the master keeps its counts."""
+    pid = os.fork()
+    if pid == 0:
+        count_all(FrontEndCounts(run_dir))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    add_ended(run_dir, pid)
+
+
+# Reads until a line comes, and prints how often, and how often a value fell.
+WATCH = """
+import select, sys
+from app.counts.front_end import FrontEndCounts
+
+counts, last, num_reads, num_falls = FrontEndCounts(sys.argv[1]), {}, 0, 0
+print("reads", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    found = {(one.family.name, *one.labels): one.values for one in counts.series()}
+    num_falls += any(now < old for key in last for now, old in zip(found.get(key, [0]), last[key]))
+    last, num_reads = found, num_reads + 1
+print(num_reads, num_falls)
+"""
+
+
+def test_after_200_restarts_metrics_are_as_long_and_as_fast_and_no_counter_falls(tmp_path: Path):
+    run_dir = str(tmp_path)
+    counts = FrontEndCounts(run_dir)
+    collector = SimpleNamespace(collect=lambda: front_end_families(counts.series()))
+
+    def read() -> tuple[str, float]:
+        """The text, and CPU seconds: the least of some."""
+        times = []
+        for _ in range(10):
+            begin_s = time.process_time()
+            text = generate_latest(collector)  # type: ignore[arg-type]
+            times.append(time.process_time() - begin_s)
+        return text.decode(), min(times)
+
+    def files() -> list[str]:
+        return sorted(path.name for path in (tmp_path / COUNTS).iterdir())
+
+    restart(run_dir)
+    (before, before_s), files_before = read(), files()
+    command = [sys.executable, "-c", WATCH, run_dir]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as watch:
+        assert watch.stdout is not None
+        assert watch.stdout.readline() == "reads\n"
+        for _ in range(200):
+            restart(run_dir)
+        told, _ = watch.communicate("\n", timeout=60)
+    num_reads, num_falls = map(int, told.split())
+    assert num_reads > 20
+    assert num_falls == 0
+    add_ended(run_dir, watch.pid)
+    after, after_s = read()
+    assert files() == files_before
+    assert len(after.splitlines()) == len(before.splitlines())
+    assert after_s < 2 * before_s + 0.001
+    for (name, *_), values in values_of(counts).items():
+        number = 402 if name == QUEUE_SECONDS.name else 201
+        assert sum(values[:-1] or values) == number
 
 
 def test_a_full_file_drops_new_series_and_keeps_the_old_ones():
