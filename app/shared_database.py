@@ -115,7 +115,7 @@ class SharedDatabase:
 
 
 def check_folder(folder: str) -> None:
-    """Raises ConfigError: SQLite's write-ahead log does not work there, as on many network file systems.
+    """Raises ConfigError: SQLite's write-ahead log does not work there, as on some network file systems.
 
     A full disk is none of its faults.
     """
