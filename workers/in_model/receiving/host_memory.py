@@ -37,6 +37,8 @@ CGROUP_FILES = {
 }  # fmt: skip
 # Where the processes of a host, or of containers that share it, say what they are about to take.
 CLAIMS = Path("/dev/shm") / f"titopool-weights-{os.getuid()}"
+# How long another process may look at them; then they count without it.
+LOCK_S = 1.0
 
 
 @dataclass
@@ -167,7 +169,7 @@ class Claims:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Within the block, no other process looks or claims."""
+        """Within the block, no other process looks or claims, unless one holds the lock for too long."""
         try:
             CLAIMS.mkdir(mode=0o700, exist_ok=True)
             lock = os.open(CLAIMS / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -175,7 +177,9 @@ class Claims:
             yield
             return
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            deadline = time.monotonic() + LOCK_S
+            while not _locks(lock) and time.monotonic() < deadline:
+                time.sleep(0.001)
             yield
         finally:
             os.close(lock)
@@ -207,14 +211,21 @@ class Claims:
         except OSError:
             return 0
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return int(os.pread(file, 20, 0) or 0)
-        else:
+            if not _locks(file):
+                return int(os.pread(file, 20, 0) or 0)
             path.unlink(missing_ok=True)
             return 0
         finally:
             os.close(file)
+
+
+def _locks(file: int) -> bool:
+    """Locks a file, if nobody has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _new_buffer(num_bytes: int, device: Any) -> Any:
