@@ -143,8 +143,11 @@ class StubWeights:
     async def resume(self) -> None:
         self.runs.set()
 
-    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
+    async def clear_caches(self) -> None:
         await asyncio.sleep(self._slow.get("clear_caches", 0))
+
+    async def keep_keys(self) -> None:
+        pass
 
     async def progress(self) -> Progress:
         return {}

@@ -51,7 +51,7 @@ class Choice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan | WeightSpan] | UnsetType = UNSET
-    # Of each span, the oldest version whose keys and values its tokens have read; only where it differs.
+    # Of each span, the oldest version whose keys and values its tokens may have read; only where it differs.
     kv_from: list[int] | UnsetType = UNSET
     lora_version: int | UnsetType | None = UNSET
 

@@ -27,7 +27,7 @@ class WeightSpan(msgspec.Struct, kw_only=True):
     version: str
     start: int
     end: int
-    # The label of the oldest weights whose keys and values these tokens have read; only where it differs.
+    # The label of the oldest weights whose keys and values these tokens may have read; only where it differs.
     kv_from: str | UnsetType = UNSET
 
 
@@ -69,7 +69,7 @@ class SampledFields(msgspec.Struct, kw_only=True):
     # Of the sampled tokens.
     token_logprobs: list[Value] | UnsetType = UNSET
     weight_versions: list[VersionSpan] | UnsetType = UNSET
-    # Of each span, the oldest version whose keys and values its tokens have read; only where it differs.
+    # Of each span, the oldest version whose keys and values its tokens may have read; only where it differs.
     kv_from: list[int] | UnsetType = UNSET
     # Only with an adapter.
     lora_version: int | UnsetType | None = UNSET

@@ -24,7 +24,7 @@ class CompletionFacts(msgspec.Struct, kw_only=True):
     weight_versions: list[list[VersionSpan]]
     # By prompt.
     num_cached_tokens: list[int]
-    # Of each span of `weight_versions`, the oldest version whose keys and values its tokens have read;
+    # Of each span of `weight_versions`, the oldest version whose keys and values its tokens may have read;
     # []: its own. Only after an update that kept caches.
     kv_from: list[list[int]] | UnsetType = UNSET
     # By prompt; only with an adapter.

@@ -26,7 +26,7 @@ class Completion:
     lora_version: int | None
     # float32, [tokens]: by the model's logits alone. None: `raw_logprobs` was not asked for.
     raw_logprobs: np.ndarray | None = None
-    # Of each span of `weight_versions`, the oldest version whose keys and values its tokens have read;
+    # Of each span of `weight_versions`, the oldest version whose keys and values its tokens may have read;
     # empty: those are its own.
     kv_from: tuple[int, ...] = ()
 

@@ -345,10 +345,10 @@ class WeightsClient:
             version: of the new weights. None: the present version plus one.
             partial: only some tensors of the model are sent. Each layer must be complete.
             with_checksum: the workers compare a checksum of what they received.
-            cache: "clear": requests in flight compute their keys and values again, which is exact.
-                "keep": they go on with those of the earlier weights, which costs nothing; requests
-                that begin later read none of these. It needs room beside the model or in the host's
-                memory. "prefer_keep": as "keep" where there is that room, else as "clear".
+            cache: of requests that go on. "clear": they compute their keys and values again, which is
+                exact. "keep": they go on with those of the earlier weights, which costs nothing;
+                requests that begin later read none of these. It needs room beside the model or in
+                the host's memory. "prefer_keep": as "keep" where there is that room, else "clear".
             metadata: (name, dtype, shape) of each tensor. `tensors` is then iterated once.
 
         Returns:

@@ -94,7 +94,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # option of vLLM, or the route does not return them.
     routed_experts: RoutedExperts | None = None
     sampling_mask: SamplingMask | None = None
-    # Of each span of `weight_versions`, the oldest version whose keys and values its tokens have read;
+    # Of each span of `weight_versions`, the oldest version whose keys and values its tokens may have read;
     # empty: those are its own.
     kv_from: list[int] = []
 

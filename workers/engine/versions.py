@@ -4,7 +4,6 @@ Each completion is a request of vLLM's. No work is done per token. While generat
 update, the tokens of each request in flight are counted; later tokens belong to the next version.
 """
 
-import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -38,7 +37,7 @@ class History:
         return [(version, begin) for version, begin, _ in self._parts(num_tokens)]
 
     def kv_from(self, num_tokens: int) -> list[int]:
-        """Of each span, the oldest version whose keys its tokens have read; [] if those are its own."""
+        """Of each span, the oldest version whose keys its tokens may have read; [] if those are its own."""
         parts = self._parts(num_tokens)
         if all(version == kv_from for version, _, kv_from in parts):
             return []
@@ -66,14 +65,15 @@ class Versions:
         self.num_aborts = 0
         self._num_requests = 0
         self.open: set[str] = set()
-        # Of open requests for a prompt's log-probabilities: set once these are complete.
-        self._scores: dict[str, asyncio.Event] = {}
+        # Open requests that bring a prompt's log-probabilities, and those that are aborted for `keep_keys`.
+        self._scoring: set[str] = set()
+        self.restarting: set[str] = set()
         # The clients' own ids of open requests that have one, and the names of their keys.
         self._client_ids: dict[str, str] = {}
         self._key_names: dict[str, str] = {}
         self._histories: dict[str, History] = {}
-        # How often keys and values of earlier weights have stayed in the cache, and the requests that
-        # were open when they did last: others do not read them.
+        # How often keys and values of earlier weights have stayed in the cache, and until the weights
+        # change the requests that may read them.
         self._num_kept = 0
         self._keeping: set[str] = set()
         # The open jobs by the order of their coming, each with what stops its completions that have
@@ -127,20 +127,21 @@ class Versions:
         job_id: int,
         client_id: str = "",
         key_name: str = "",
-        is_scored: asyncio.Event | None = None,
+        *,
+        is_scoring: bool = False,
     ) -> Iterator[str]:
         """A unique id for a completion's request, which counts as open within the block.
 
         Job ids are unique for one front end only. `client_id` need not be unique.
 
         Args:
-            is_scored: set once the prompt's log-probabilities are complete; None: they are not asked for.
+            is_scoring: whether it brings the prompt's log-probabilities.
         """
         self._num_requests += 1
         request_id = f"{job_id}-{self._num_requests}"
         self.open.add(request_id)
-        if is_scored is not None:
-            self._scores[request_id] = is_scored
+        if is_scoring:
+            self._scoring.add(request_id)
         if client_id:
             self._client_ids[request_id] = client_id
             self._key_names[request_id] = key_name
@@ -151,7 +152,8 @@ class Versions:
             raise
         finally:
             self.open.discard(request_id)
-            self._scores.pop(request_id, None)
+            self._scoring.discard(request_id)
+            self.restarting.discard(request_id)
             self._client_ids.pop(request_id, None)
             self._key_names.pop(request_id, None)
 
@@ -177,10 +179,13 @@ class Versions:
         """The history of a request that has ended; removes it."""
         return self._histories.pop(request_id, None) or History(self.current)
 
-    def keep_keys(self) -> list[str]:
+    def keep_keys(self, prefilling: Collection[str]) -> list[str]:
         """Keys and values that are cached now are read by the requests that are open now, only.
 
         Generation stands, and other weights follow, or the same ones if their update fails.
+
+        Args:
+            prefilling: requests whose prompts the engine has not computed.
 
         Returns:
             Requests that must be aborted: a part of their prompt's log-probabilities would be of
@@ -188,10 +193,13 @@ class Versions:
         """
         self._num_kept += 1
         self._keeping = set(self.open)
-        unscored = [one for one, is_scored in self._scores.items() if not is_scored.is_set()]
-        # They count as aborted on purpose.
-        self.num_aborts += bool(unscored)
-        return unscored
+        unscored = self._scoring.intersection(prefilling)
+        self.restarting |= unscored
+        return [*unscored]
+
+    def clear_keys(self) -> None:
+        """All requests compute their keys and values again."""
+        self._keeping = set()
 
     def cache_salt(self, salt: str | None) -> str | None:
         """vLLM's `cache_salt` of a request that begins now: it finds nothing that `keep_keys` set apart.
@@ -203,13 +211,9 @@ class Versions:
             return f"{self._num_kept}:{salt}"
         return str(self._num_kept) if self._num_kept else None
 
-    def switch(self, version: int, progress: Progress, *, keeps_keys: bool = False) -> None:
-        """Serves `version` from now on; `progress` was counted just before.
-
-        Args:
-            keeps_keys: whether `keep_keys` was called for these weights.
-        """
-        keeping = self._keeping if keeps_keys else set()
+    def switch(self, version: int, progress: Progress) -> None:
+        """Serves `version` from now on; `progress` was counted just before."""
+        keeping, self._keeping = self._keeping, set()
         # Those that the engine does not have yet may read kept keys, too.
         for request_id in progress.keys() | keeping:
             if request_id not in self.open:

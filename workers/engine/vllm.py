@@ -328,9 +328,9 @@ class VllmEngine:
             params = params_of_other(params, index)
         num_aborts = self.versions.num_aborts
         try:
-            is_scored = None if index or not context.needs_scores else context.is_scored
+            is_scoring = context.needs_scores and not index
             with self.versions.request(
-                job.job_id, job.client_id, job.key_name, is_scored
+                job.job_id, job.client_id, job.key_name, is_scoring=is_scoring
             ) as request_id:
                 if context.sender is not None:
                     stream = Stream(
@@ -348,9 +348,10 @@ class VllmEngine:
                         request_id,
                         **context.arguments,
                     ):
-                        if self.versions.num_aborts == num_aborts:
+                        is_meant = request_id in self.versions.restarting
+                        if self.versions.num_aborts == num_aborts and not is_meant:
                             check_not_stopping(output)
-                    if context.needs_scores and not index:
+                    if is_scoring:
                         check_scored(output)
                     if stream is not None:
                         stream.send_last(output)

@@ -44,15 +44,15 @@ class WeightEngine(Protocol):
     async def resume(self) -> None:
         """Resumes generation."""
 
-    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
+    async def clear_caches(self) -> None:
         """Empties the prefix and encoder caches; generation must be paused.
-
-        Args:
-            keeps_keys: keys and values stay, for requests that are open now only.
 
         Raises:
             WeightUpdateFailed: the prefix cache could not be cleared.
         """
+
+    async def keep_keys(self) -> None:
+        """Leaves keys and values to the requests that are open now, and empties the encoder cache."""
 
     async def progress(self) -> Progress:
         """Token counts of the requests that are open now; generation must be paused."""
@@ -102,12 +102,15 @@ class VllmWeights:
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
-    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
-        if keeps_keys:
-            if unscored := self._versions.keep_keys():
-                await self._llm.abort(unscored)
-            await self._llm.reset_encoder_cache()
-            return
+    async def keep_keys(self) -> None:
+        states = self._llm.output_processor.request_states.values()
+        prefilling = [one.external_req_id for one in states if one.is_prefilling]
+        if unscored := self._versions.keep_keys(prefilling):
+            await self._llm.abort(unscored)
+        await self._llm.reset_encoder_cache()
+
+    async def clear_caches(self) -> None:
+        self._versions.clear_keys()
         # Requests that continue drop their keys and values and compute them again. The engine's
         # cache of processed images stays: it does not depend on weights, and `SentImages` counts on it.
         is_clear, *_ = await asyncio.gather(

@@ -132,6 +132,9 @@ def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> byte
     """`Completed.prefix`: prefix digests that follow-up prompts can hit in the cache."""
     if job.prefix is None or facts is None:
         return b""
+    if any(one.kv_from for one in generated.completions):
+        # No later request reads keys that were kept for this one.
+        return b""
     chain = b""
     if generated.prompt_token_ids:
         # The next turn begins with the expanded ids, not with the ids that the client sent.

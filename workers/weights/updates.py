@@ -113,8 +113,10 @@ class Updates:
         # Such calls, and how the tensors of so many calls fit the model.
         self._num_told = 0
         self._fit: tuple[int, dict[str, Any]] = (-1, {})
-        # What the update in progress does with the caches.
+        # What the update in progress is to do with the caches, and whether it has left requests in
+        # flight their keys and values.
         self._cache: CacheMode = "clear"
+        self._has_kept = False
         # Where the last update's tensors waited; "folder", or "" before the first tensor.
         self.staging = ""
         # Whether the update in progress is being written into the model, or has been.
@@ -179,11 +181,6 @@ class Updates:
     def is_fetching(self) -> bool:
         """Whether this worker takes another one's weights."""
         return self.staging == "peer" and self.state.is_apart
-
-    @property
-    def _keeps_keys(self) -> bool:
-        """Whether requests in flight keep keys and values of earlier weights."""
-        return self._cache != "clear" and self.staging not in STANDING
 
     @property
     def timeout_s(self) -> float:
@@ -340,7 +337,11 @@ class Updates:
             # With many requests in flight, clearing the caches takes as long as a transfer.
             await self.call("receive")
         if is_new:
-            await self.engine.clear_caches(keeps_keys=self._keeps_keys)
+            # Without requests that go on nobody needs the old ones.
+            self._has_kept = (
+                self._cache != "clear" and policy == "keep" and self.staging not in STANDING
+            )
+            await (self.engine.keep_keys() if self._has_kept else self.engine.clear_caches())
             self._must_clear = False
 
     async def set_aside(self) -> None:
@@ -391,7 +392,8 @@ class Updates:
         """The weights of an update that begins now."""
         self.begin_clock()
         self._base_version = self.pool.weights.version
-        self.staging, self._cache = "folder" if folder else "", action.cache
+        self.staging = "folder" if folder else ""
+        self._cache, self._has_kept = action.cache, False
         self.told, self._num_told, self._fit = {}, 0, (-1, {})
         if clock is None:
             clock = next_clock(max(self.pool.weights.clock, action.clock))
@@ -528,11 +530,10 @@ class Updates:
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
         self._count_phase("apply", time.monotonic() - begin)
-        keeps_keys = self._keeps_keys
         await self.serve(update, progress)
         return {
             "version": update.version, "previous_version": self._base_version, **result,
-            "staging": self.staging, "cache": "keep" if keeps_keys else "clear",
+            "staging": self.staging, "cache": "keep" if self._has_kept else "clear",
             "update_s": round(self.last_update_s, 4), "paused_s": round(self.last_paused_s, 4),
         }  # fmt: skip
 
@@ -544,7 +545,7 @@ class Updates:
             update.version,
             self.staging or "folder",
         )
-        self.versions.switch(update.version, progress, keeps_keys=self._keeps_keys)
+        self.versions.switch(update.version, progress)
         self._cache = "clear"
         self.is_in_model = self.pauses.is_held = False
         try:
@@ -631,9 +632,11 @@ class Updates:
             return {}
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._pause_and_clear()
-                # A commit in progress empties the caches before the model changes.
-                await self.pauses.wait_for_commit()
+                while not await self._pause_and_clear():
+                    await self.pauses.wait_for_commit()
+                    if not self._has_kept:
+                        # The commit has emptied the caches before the model changed.
+                        break
         except TimeoutError:
             raise DeadlinePassed(
                 f"the caches were not emptied within {self.timeout_s:g} s "
@@ -641,16 +644,18 @@ class Updates:
             ) from None
         return {}
 
-    async def _pause_and_clear(self) -> None:
+    async def _pause_and_clear(self) -> bool:
+        """Empties the caches; False: a commit is in progress."""
         async with self._clearing:
             if self.pauses.is_committing:
-                return
+                return False
             # Generation is paused, as a step in between could use an entry that is being cleared.
             await self.pauses.begin_commit(self.engine, self.default_pause_mode)
             try:
                 await self.engine.clear_caches()
             finally:
                 await self.pauses.end_commit(self.engine)
+        return True
 
     async def parameter_digests(self) -> dict[str, str]:
         """A digest of each parameter, under the names of vLLM's `compute_weight_checksums`.
@@ -745,6 +750,7 @@ class Updates:
         self.steps.cancel()
         self.call.awaited.observe([])
         self._count(is_applied=False)
+        self._cache = "clear"
         if self.is_in_model:
             # A part of the model may be new; or all of it, and other workers have older weights.
             self._break(f"an update in place has ended: {self.state.last_end}")

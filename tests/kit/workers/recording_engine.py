@@ -95,8 +95,11 @@ class RecordingEngine:
     async def resume(self) -> None:
         self.calls.append("resume")
 
-    async def clear_caches(self, *, keeps_keys: bool = False) -> None:
-        self.calls.append("keep keys" if keeps_keys else "clear")
+    async def keep_keys(self) -> None:
+        self.calls.append("keep keys")
+
+    async def clear_caches(self) -> None:
+        self.calls.append("clear")
         await self.may_clear.wait()
         if self.has_stuck_caches:
             raise WeightUpdateFailed("staged: the cache is in use")

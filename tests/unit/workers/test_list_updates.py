@@ -690,9 +690,9 @@ def test_a_commit_waits_for_caches_that_are_being_emptied(port: int):
         await worker.end()
         gate, clear = asyncio.Event(), worker.engine.clear_caches
 
-        async def slowly(*, keeps_keys: bool = False) -> None:
+        async def slowly() -> None:
             await gate.wait()
-            await clear(keeps_keys=keeps_keys)
+            await clear()
 
         worker.engine.clear_caches = slowly  # type: ignore[method-assign]
         await worker.good(ClearCaches("c"))

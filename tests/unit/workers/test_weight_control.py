@@ -76,16 +76,20 @@ def test_generation_is_paused_before_weights_arrive_in_the_kv_cache():
 
 
 @pytest.mark.parametrize(
-    "cache, staging, expected",
+    "cache, staging, policy, expected",
     [
-        ("keep", "host", "keep keys"), ("prefer_keep", "beside", "keep keys"),
-        ("prefer_keep", "kv", "clear"), ("clear", "beside", "clear"),
+        ("keep", "host", "keep", "keep keys"), ("prefer_keep", "beside", "keep", "keep keys"),
+        ("prefer_keep", "kv", "keep", "clear"), ("clear", "beside", "keep", "clear"),
+        # No request goes on that needs them.
+        ("keep", "beside", "drain", "clear"), ("keep", "beside", "abort", "clear"),
     ],
 )  # fmt: skip
-def test_caches_are_kept_where_weights_wait_elsewhere(cache: Any, staging: str, expected: str):
+def test_caches_are_kept_for_requests_that_go_on_where_weights_wait_elsewhere(
+    cache: Any, staging: str, policy: Any, expected: str
+):
     async def update(worker: Worker, name: str, **fields: Any) -> dict[str, Any]:
         await worker.good(announcement(name, **fields))
-        await worker.good(PrepareUpdate(name, "keep"))
+        await worker.good(PrepareUpdate(name, policy))
         await worker.good(AwaitStep("prepare", name))
         await worker.good(ApplyUpdate(name))
         return dict(await worker.good(AwaitStep("apply", name)))

@@ -48,11 +48,11 @@ def test_requests_in_flight_alone_read_keys_that_were_kept():
     versions = Versions()
     with versions.request(1) as old, versions.request(2) as unknown:
         assert (versions.cache_salt(None), versions.cache_salt("a")) == (None, "0:a")
-        assert versions.keep_keys() == []
+        assert versions.keep_keys([old]) == []
         assert (versions.cache_salt(None), versions.cache_salt("a")) == ("1", "1:a")
         with versions.request(3) as new:
             # The engine does not have the second one yet.
-            versions.switch(5, {old: 10, new: 0}, keeps_keys=True)
+            versions.switch(5, {old: 10, new: 0})
             history = versions.history(old)
             assert (history.spans(12), history.kv_from(12)) == ([(0, 0), (5, 10)], [0, 0])
             assert (history.spans(10), history.kv_from(10)) == ([(0, 0)], [])
@@ -60,7 +60,9 @@ def test_requests_in_flight_alone_read_keys_that_were_kept():
             assert (history.spans(1), history.kv_from(1)) == ([(5, 0)], [0])
             history = versions.history(new)
             assert (history.spans(1), history.kv_from(1)) == ([(5, 0)], [])
-            # All compute theirs again.
+            # All compute theirs again, also after an update that failed.
+            versions.keep_keys([])
+            versions.clear_keys()
             versions.switch(6, {old: 20, unknown: 1, new: 4})
             history = versions.history(old)
             assert history.spans(30) == [(0, 0), (5, 10), (6, 20)]
@@ -70,17 +72,30 @@ def test_requests_in_flight_alone_read_keys_that_were_kept():
 
 
 def test_a_prompt_that_is_being_scored_begins_again_with_the_new_weights():
-    versions, scored = Versions(), asyncio.Event()
+    versions, requests = Versions(), Requests()
+    aborted: list[Any] = []
+
+    async def abort(ids: list[str]) -> None:
+        aborted.extend(ids)
+
+    async def reset_encoder_cache() -> None:
+        aborted.append("encoder")
+
     with (
-        versions.request(1),
-        versions.request(2, is_scored=asyncio.Event()) as unscored,
-        versions.request(3, is_scored=scored),
+        versions.request(1) as plain,
+        versions.request(2, is_scoring=True) as unscored,
+        # Its prompt is scored: it goes on.
+        versions.request(3, is_scoring=True) as scored,
     ):
-        scored.set()
-        num_aborts = versions.num_aborts
-        assert versions.keep_keys() == [unscored]
-        assert versions.num_aborts == num_aborts + 1
-    assert versions.keep_keys() == []
+        for one, is_prefilling in ((plain, True), (unscored, True), (scored, False)):
+            requests[one] = SimpleNamespace(external_req_id=one, is_prefilling=is_prefilling)
+        engine = weights(versions, requests)
+        vars(engine._llm).update(abort=abort, reset_encoder_cache=reset_encoder_cache)
+        asyncio.run(engine.keep_keys())
+        assert aborted == [unscored, "encoder"]
+        # Of others an abort means that the engine ends.
+        assert versions.restarting == {unscored}
+    assert not versions.restarting
 
 
 def test_new_requests_do_not_prolong_a_pause():

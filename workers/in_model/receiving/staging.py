@@ -383,16 +383,20 @@ class StagingRoom:
         advice = [] if names == ["host"] and room >= 0 else ["lower gpu_memory_utilization"]
         if "host" in names and room >= 0:
             advice.append("give the host or its container more memory")
-        if self._setting == "in_place":
+        if "in_place" in names:
             reason = not_in_place or f"three chunks, {needed_in_place / GIB:.1f} GiB,"
             advice.append(
                 f"{reason} cannot go in place; send all tensors at once, without a checksum and in "
                 "smaller chunks, or set weight_staging to auto, which takes the host's memory"
             )
         elif "host" not in names:
+            in_place = (
+                ", or to in_place (an update that fails then restarts the worker, which has lost its "
+                "weights)"
+            )
             advice.append(
-                "set weight_staging to auto, which takes the host's memory too, or to in_place (an "
-                "update that fails then restarts the worker, which has lost its weights)"
+                "set weight_staging to auto, which takes the host's memory too"
+                + (in_place if cache == "clear" else "")
             )
         if cache == "keep":
             advice.append("let the caches be cleared (cache: prefer_keep or clear)")
