@@ -51,7 +51,7 @@ SIZES = {
     "workers.cluster": 302,
     "workers.engine": 2189,
     "workers.images": 410,
-    "workers.in_model": 2707,
+    "workers.in_model": 2703,
     "workers.serving": 1462,
     "workers.supervisor": 1187,
     "workers.weights": 1236,

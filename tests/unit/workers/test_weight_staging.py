@@ -189,6 +189,10 @@ def claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "claims"
 
 
+def taken_by(memory: HostMemory) -> int:
+    return sum(one.num_bytes for one in memory._blocks if one.buffer is not None)
+
+
 @pytest.mark.parametrize(
     "host_free, extra, expected",
     [
@@ -259,7 +263,7 @@ def test_the_host_s_memory_is_kept_for_the_next_update():
         staging = InHost(memory)
         assert staging.reserve(chunks)
         assert received(staging, chunks) == [one % 251 for one in range(2600)]
-        assert memory.num_bytes == BLOCK_BYTES
+        assert taken_by(memory) == BLOCK_BYTES
         (place,) = memory.reserve([4]) or []
         addresses.append(memory.take(place).untyped_storage().data_ptr())
         staging.release()
@@ -276,28 +280,29 @@ def test_parts_of_several_lists_do_not_overlap_and_are_aligned():
     assert all((one.begin % 256) == 0 for one in places)
 
 
-@pytest.mark.parametrize("size", [BLOCK_BYTES // 2 + 1, 3 * BLOCK_BYTES])
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        # One block of three is large enough for each.
+        ([BLOCK_BYTES // 2 + 1] * 3, 3), ([3 * BLOCK_BYTES], 3),
+        # The first block has room for the first part; the others give way to the second one.
+        ([BLOCK_BYTES, 3 * BLOCK_BYTES], 4),
+    ],
+)  # fmt: skip
 def test_an_update_in_other_chunks_takes_no_second_memory(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
 ):
-    free = [4 * BLOCK_BYTES]
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free[0])
     memory = HostMemory(CPU)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 4 * BLOCK_BYTES - taken_by(memory))
     for one in memory.reserve([BLOCK_BYTES] * 3) or []:
         memory.take(one)
-        free[0] -= BLOCK_BYTES
     memory.free()
-    # It has three blocks, and one more is free.
-    num = 1 if size > BLOCK_BYTES else 4
-    places = memory.reserve([size] * num)
-    assert places is not None
-    free[0] += (3 - len(memory._blocks) + 1) * BLOCK_BYTES if num == 1 else 0
-    assert all(len(memory.take(one)) == size for one in places)
-    assert memory.num_bytes <= 4 * BLOCK_BYTES
-    memory.free()
-    assert memory.reserve([size] * (num + 4)) is None
     # A refusal changes nothing.
-    assert memory.reserve([size] * num) is not None
+    assert memory.reserve([5 * BLOCK_BYTES]) is None
+    places = memory.reserve(sizes)
+    assert places is not None
+    assert [len(memory.take(one)) for one in places] == sizes
+    assert taken_by(memory) == expected * BLOCK_BYTES
 
 
 def test_memory_that_others_have_taken_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ CLAIMS = Path("/dev/shm") / f"titopool-weights-{os.getuid()}"
 LOCK_S = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """Bytes that are taken together."""
 
@@ -50,10 +51,6 @@ class Block:
     buffer: Any = None
     # Bytes in use, from the begin on.
     end: int = 0
-
-    @property
-    def room(self) -> int:
-        return self.num_bytes - self.end
 
 
 class Place(NamedTuple):
@@ -77,45 +74,39 @@ class HostMemory:
         # What has been taken since the last update, and the seconds of that.
         self._taken, self._seconds = 0, 0.0
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that this process has taken."""
-        return sum(one.num_bytes for one in self._blocks if one.buffer is not None)
-
     def free_bytes(self) -> int:
         """Bytes that may still be taken beside those that are, by this process alone."""
         return max(0, free_host_bytes() - self._spare - self._claims.others())
 
     def reserve(self, sizes: Sequence[int]) -> list[Place] | None:
         """Places for parts of these sizes, which `take` then takes; None: there is no room."""
-        places, added, ends = list[Place](), list[Block](), [one.end for one in self._blocks]
-        before = self._next
-        blocks = [*self._blocks]
+        blocks, places, number = [*self._blocks], list[Place](), self._next
+        ends = [one.end for one in blocks]
         for size in sizes:
-            while self._next < len(blocks) and blocks[self._next].room < size:
-                self._next += 1
-            if self._next == len(blocks):
-                added.append(Block(max(size, BLOCK_BYTES)))
-                blocks.append(added[-1])
-            block = blocks[self._next]
-            places.append(Place(block, block.end, size))
-            block.end = min(block.num_bytes, block.end + -(-size // ALIGNMENT) * ALIGNMENT)
-        unused = [one for one in self._blocks if not one.end] if added else []
+            while number < len(blocks) and blocks[number].num_bytes - ends[number] < size:
+                number += 1
+            if number == len(blocks):
+                blocks.append(Block(max(size, BLOCK_BYTES)))
+                ends.append(0)
+            places.append(Place(blocks[number], ends[number], size))
+            ends[number] += -(-size // ALIGNMENT) * ALIGNMENT
+        added, unused = blocks[len(self._blocks) :], list[Block]()
+        if added:
+            # An update in other chunks than the last one does not take memory for both.
+            unused = [one for one, end in zip(self._blocks, ends, strict=False) if not end]
         num_new = sum(one.num_bytes for one in added)
         with self._claims.locked():
             if num_new > self.free_bytes() + sum(one.num_bytes for one in unused):
-                self._next = before
-                for block, end in zip(self._blocks, ends, strict=True):
-                    block.end = end
                 return None
             self._claims.add(num_new)
-        # An update in other chunks than the last one does not take memory for both.
+        for block, end in zip(blocks, ends, strict=True):
+            block.end = end
         for block in unused:
-            self._blocks.remove(block)
-            if block.buffer is not None and self._device.type == "cuda":
+            blocks.remove(block)
+            if self._device.type == "cuda":
                 _cuda("cudaHostUnregister", block.buffer.data_ptr())
-        self._blocks += added
-        self._next = max(0, self._next - len(unused))
+        # Those that are unused were too small, and stand before the first one that is new.
+        self._blocks, self._next = blocks, number - len(unused)
         return places
 
     def take(self, place: Place) -> Any:
@@ -164,6 +155,7 @@ class Claims:
 
     def __init__(self) -> None:
         self._own = 0
+        self._adding = threading.Lock()
         self._file: int | None = None
         self._name = f"{uuid.uuid4().hex}.claim"
 
@@ -185,9 +177,9 @@ class Claims:
             os.close(lock)
 
     def add(self, num_bytes: int) -> None:
-        """Claims so many bytes more."""
-        self._own += num_bytes
-        with contextlib.suppress(OSError):
+        """Claims so many bytes more; from any thread."""
+        with self._adding, contextlib.suppress(OSError):
+            self._own += num_bytes
             if self._file is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 self._file = os.open(CLAIMS / self._name, flags, 0o600)
