@@ -540,11 +540,7 @@ class Updates:
     async def serve(self, update: PoolWeights, progress: Progress) -> None:
         """Records new weights that the model has, and resumes generation."""
         self.pool.record_weights(update)
-        logger.info(
-            "serving weights of version %d, which came by: %s",
-            update.version,
-            self.staging or "folder",
-        )
+        logger.info("serving weights of version %d (staging: %s)", update.version, self.staging)
         self.versions.switch(update.version, progress)
         self._cache = "clear"
         self.is_in_model = self.pauses.is_held = False

@@ -17,6 +17,7 @@ from workers.in_model.host import Host, answer_of
 from workers.in_model.load.copies import Copy
 from workers.in_model.proof.catalogue import Catalogue
 from workers.in_model.proof.coverage import Coverage, HalfLoaded
+from workers.in_model.receiving import host_memory
 from workers.in_model.receiving.arrivals import Arrivals, CannotLeave
 from workers.in_model.receiving.staging import InKvCache
 
@@ -174,7 +175,10 @@ def test_what_goes_into_the_kv_cache_comes_once_generation_stands(monkeypatch: p
     assert receiver.is_closed
 
 
-def test_memory_of_the_host_is_not_used_again_while_nccl_may_write_there():
+def test_memory_of_the_host_is_not_used_again_while_nccl_may_write_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host_memory, "CLAIMS", tmp_path / "claims")
     receiver = FakeReceiver()
     arrivals: Any = Arrivals(StubModel(torch.nn.Module()))
     arrivals._receiver = receiver
